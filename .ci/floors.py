@@ -136,9 +136,7 @@ class _Reader(ast.NodeVisitor):
         self.imports.append(Import(module, node.lineno, self._lazy > 0))
 
 
-def check(
-    tree: Path, allowed: Mapping[str, frozenset[str]] = ALLOWED
-) -> list[Finding]:
+def check(tree: Path, allowed: Mapping[str, frozenset[str]] = ALLOWED) -> list[Finding]:
     """Every broken rule in the repository at `tree`, sorted by file and line."""
     findings = list(_check_layout(tree))
     for floor, folder in FLOORS.items():
