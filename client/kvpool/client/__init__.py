@@ -1,0 +1,1 @@
+"""What an engine embeds: sessions, publish and pull, the prefix helper."""

@@ -1,0 +1,1 @@
+"""The store: index, eviction, allocator, tiers, service and daemon."""

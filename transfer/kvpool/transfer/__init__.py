@@ -1,0 +1,1 @@
+"""One-sided reads and writes between regions; knows no keys."""
