@@ -83,7 +83,7 @@ class Environment:
 
     def probe(self) -> dict[str, object]:
         question = json.dumps([PACKAGES, TOP_LEVEL_NAMES])
-        answer = run(self.python, "-W", "error", "-c", PROBE, question, cwd=self.folder)
+        answer = run(self.python, "-E", "-W", "error", "-c", PROBE, question, cwd=self.folder)
         evidence: dict[str, object] = json.loads(answer)
         return evidence
 
@@ -111,7 +111,7 @@ def beside_bigtable(environment: Environment, plain: dict[str, object]) -> Envir
 
 @pytest.fixture(scope="module")
 def proto_plus_beside_a_plain_install(beside_bigtable: Environment) -> str:
-    return run(beside_bigtable.python, "-c", PROBE_PROTO_PLUS, cwd=beside_bigtable.folder)
+    return run(beside_bigtable.python, "-E", "-c", PROBE_PROTO_PLUS, cwd=beside_bigtable.folder)
 
 
 @pytest.fixture(scope="module")
@@ -190,5 +190,5 @@ def test_proto_plus_is_unharmed_by_a_plain_install(
 def test_proto_plus_is_unharmed_by_an_editable_install_even_inside_the_tree(
     beside_bigtable: Environment, editable: dict[str, object]
 ) -> None:
-    output = run(beside_bigtable.python, "-c", PROBE_PROTO_PLUS, cwd=REPOSITORY)
+    output = run(beside_bigtable.python, "-E", "-c", PROBE_PROTO_PLUS, cwd=REPOSITORY)
     assert "site-packages/proto/" in output
