@@ -227,22 +227,20 @@ class Match(_message.Message):
     def __init__(self, namespace: _Optional[int] = ..., keys: _Optional[bytes] = ..., parts: _Optional[int] = ..., lease_ms: _Optional[int] = ..., peek: bool = ...) -> None: ...
 
 class Matched(_message.Message):
-    __slots__ = ("hits", "miss_outcome", "miss_reason", "lease", "lease_ms", "addresses", "generations")
+    __slots__ = ("hits", "miss_outcome", "miss_reason", "lease", "lease_ms", "extents")
     HITS_FIELD_NUMBER: _ClassVar[int]
     MISS_OUTCOME_FIELD_NUMBER: _ClassVar[int]
     MISS_REASON_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
-    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
-    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
     hits: int
     miss_outcome: int
     miss_reason: int
     lease: bytes
     lease_ms: int
-    addresses: bytes
-    generations: bytes
-    def __init__(self, hits: _Optional[int] = ..., miss_outcome: _Optional[int] = ..., miss_reason: _Optional[int] = ..., lease: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., addresses: _Optional[bytes] = ..., generations: _Optional[bytes] = ...) -> None: ...
+    extents: bytes
+    def __init__(self, hits: _Optional[int] = ..., miss_outcome: _Optional[int] = ..., miss_reason: _Optional[int] = ..., lease: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., extents: _Optional[bytes] = ...) -> None: ...
 
 class Adopt(_message.Message):
     __slots__ = ("lease", "parts")
@@ -281,20 +279,18 @@ class Reserve(_message.Message):
     def __init__(self, namespace: _Optional[int] = ..., parent: _Optional[bytes] = ..., keys: _Optional[bytes] = ..., parts: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class Reserved(_message.Message):
-    __slots__ = ("outcomes", "lease", "lease_ms", "addresses", "generations", "text")
+    __slots__ = ("outcomes", "lease", "lease_ms", "extents", "text")
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
-    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
-    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     outcomes: bytes
     lease: bytes
     lease_ms: int
-    addresses: bytes
-    generations: bytes
+    extents: bytes
     text: str
-    def __init__(self, outcomes: _Optional[bytes] = ..., lease: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., addresses: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., text: _Optional[str] = ...) -> None: ...
+    def __init__(self, outcomes: _Optional[bytes] = ..., lease: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., extents: _Optional[bytes] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("lease", "items")
