@@ -1,1 +1,1 @@
-"""One-sided reads and writes between regions; knows no keys."""
+"""Moving bytes between regions of memory, of this process, this host or another. Knows no keys."""
