@@ -12,6 +12,7 @@ gets an Error and the session goes on, so newer clients may ask for verbs that w
 from __future__ import annotations
 
 from enum import Enum
+from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 
@@ -52,15 +53,15 @@ def common_version(minimum: int, maximum: int) -> int:
 
 def request_frame(request_id: int, body: Message) -> bytes:
     """The frame of one request; id 0 wants no response."""
-    request = wire.Request(**{_REQUEST_FIELD[body.DESCRIPTOR.full_name]: body})
-    request.id = request_id
+    fields: dict[str, Any] = {_REQUEST_FIELD[body.DESCRIPTOR.full_name]: body, "id": request_id}
+    request = wire.Request(**fields)
     return frames.encode(request.SerializeToString())
 
 
 def response_frame(request_id: int, body: Message) -> bytes:
     """The frame of one response."""
-    response = wire.Response(**{_RESPONSE_FIELD[body.DESCRIPTOR.full_name]: body})
-    response.id = request_id
+    fields: dict[str, Any] = {_RESPONSE_FIELD[body.DESCRIPTOR.full_name]: body, "id": request_id}
+    response = wire.Response(**fields)
     return frames.encode(response.SerializeToString())
 
 
@@ -121,9 +122,7 @@ class ServerSession:
         request = parse_request(body)
         is_hello = request.HasField("hello")
         if is_hello is not (self.state is State.HELLO):
-            raise ProtocolError(
-                "a second Hello" if is_hello else "the first message must be Hello"
-            )
+            raise ProtocolError("a second Hello" if is_hello else "the first message must be Hello")
         self.state = State.READY
         return request
 
@@ -142,7 +141,9 @@ class ClientSession:
         """(id, frame) of a request that wants a response. Raises `ProtocolError` out of turn."""
         is_hello = isinstance(body, wire.Hello)
         if is_hello is not (self.state is State.HELLO):
-            raise ProtocolError(f"{body.DESCRIPTOR.name} is out of turn in state {self.state.value}")
+            raise ProtocolError(
+                f"{body.DESCRIPTOR.name} is out of turn in state {self.state.value}"
+            )
         request_id = self._next_id
         self._next_id += 1
         self.waiting.add(request_id)

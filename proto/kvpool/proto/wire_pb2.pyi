@@ -89,20 +89,22 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[int] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("version_min", "version_max", "features", "token", "client", "pid")
+    __slots__ = ("version_min", "version_max", "features", "token", "client", "pid", "worker")
     VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
     VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
     version_min: int
     version_max: int
     features: _containers.RepeatedScalarFieldContainer[str]
     token: str
     client: str
     pid: int
-    def __init__(self, version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., token: _Optional[str] = ..., client: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    worker: bytes
+    def __init__(self, version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., token: _Optional[str] = ..., client: _Optional[str] = ..., pid: _Optional[int] = ..., worker: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("version", "features", "epoch", "instance", "tenant", "domain", "attach_token", "attach_address", "data_address", "frame_bytes_max", "keys_max", "reserve_max", "lease_ms")
