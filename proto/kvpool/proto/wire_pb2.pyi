@@ -107,14 +107,14 @@ class Hello(_message.Message):
     def __init__(self, version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., token: _Optional[str] = ..., client: _Optional[str] = ..., pid: _Optional[int] = ..., worker: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("version", "features", "epoch", "instance", "tenant", "domain", "attach_token", "attach_address", "data_address", "frame_bytes_max", "keys_max", "reserve_max", "lease_ms")
+    __slots__ = ("version", "features", "epoch", "instance", "tenant", "domain", "mapped", "attach_address", "data_address", "frame_bytes_max", "keys_max", "reserve_max", "lease_ms")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     DOMAIN_FIELD_NUMBER: _ClassVar[int]
-    ATTACH_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_FIELD_NUMBER: _ClassVar[int]
     ATTACH_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     FRAME_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
@@ -127,14 +127,14 @@ class Welcome(_message.Message):
     instance: bytes
     tenant: str
     domain: str
-    attach_token: bytes
+    mapped: bool
     attach_address: str
     data_address: str
     frame_bytes_max: int
     keys_max: int
     reserve_max: int
     lease_ms: int
-    def __init__(self, version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., epoch: _Optional[int] = ..., instance: _Optional[bytes] = ..., tenant: _Optional[str] = ..., domain: _Optional[str] = ..., attach_token: _Optional[bytes] = ..., attach_address: _Optional[str] = ..., data_address: _Optional[str] = ..., frame_bytes_max: _Optional[int] = ..., keys_max: _Optional[int] = ..., reserve_max: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    def __init__(self, version: _Optional[int] = ..., features: _Optional[_Iterable[str]] = ..., epoch: _Optional[int] = ..., instance: _Optional[bytes] = ..., tenant: _Optional[str] = ..., domain: _Optional[str] = ..., mapped: bool = ..., attach_address: _Optional[str] = ..., data_address: _Optional[str] = ..., frame_bytes_max: _Optional[int] = ..., keys_max: _Optional[int] = ..., reserve_max: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
 
 class PlaneRecord(_message.Message):
     __slots__ = ("name", "nbytes", "runs")
