@@ -14,16 +14,23 @@ from kvpool.store.store import Store
 from kvpool.transfer.memory import SharedMemory, SharedRegion
 
 REGION_BYTES_MAX = 8 << 30
+REGION_BYTES_GROW = 256 << 20
+"""Pools of several of these come in up to four regions, so that the first is soon ready."""
 STEP_BYTES = 64 << 20
 """Faulted in at once: about 50 ms of work between two looks at the free memory."""
 PAGE = 4096
+CAPACITY_MIN = 4 * PAGE
 
 
 def region_bytes_for(capacity: int) -> int:
-    """Region size in bytes: a quarter of the capacity, so that growth shows, at most 8 GiB."""
-    if capacity < 4 * PAGE:
-        raise ConfigError(f"capacity {capacity} bytes is below the minimum of {4 * PAGE}")
-    return min(-(-capacity // (4 * PAGE)) * PAGE, REGION_BYTES_MAX)
+    """Region size in bytes: the capacity split evenly and rounded down to pages.
+
+    Raises `ConfigError` for a capacity below `CAPACITY_MIN` bytes.
+    """
+    if capacity < CAPACITY_MIN:
+        raise ConfigError(f"capacity {capacity} is below the minimum of {CAPACITY_MIN} bytes")
+    regions = max(-(-capacity // REGION_BYTES_MAX), min(4, capacity // REGION_BYTES_GROW), 1)
+    return capacity // regions // PAGE * PAGE
 
 
 @dataclass(slots=True)

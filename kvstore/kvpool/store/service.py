@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import Message
 
+from kvpool.proto import frames
 from kvpool.proto import session as protocol
 from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.errors import (
@@ -26,12 +27,16 @@ from kvpool.proto.errors import (
 )
 from kvpool.proto.namespace import Namespace
 from kvpool.proto.outcomes import Outcome
-from kvpool.store.pool import Pool
-from kvpool.store.store import KnownNamespace, Store, StoreSession
+from kvpool.store.pool import Pool, region_bytes_for
+from kvpool.store.store import KnownNamespace, Store, StoreOptions, StoreSession
+from kvpool.transfer.memory import SharedMemory
 
 log = logging.getLogger("kvpool")
 
 KEYS_MAX = 1 << 17
+CHUNKS_MIN = 65536
+CHUNK_BYTES_SMALL = 16 << 10
+"""The index is sized for chunks of this many bytes, unless told otherwise."""
 DRAM = 2
 """Number of the DRAM tier in Explained."""
 
@@ -54,6 +59,33 @@ class Domain:
     pool: Pool
     data_address: str = ""
     local_data_address: str = ""
+
+
+def new_domain(
+    name: str,
+    capacity: int,
+    *,
+    chunks: int = 0,
+    segment_bytes: int = 0,
+    policy: str = "lru",
+    lease_s: float = 30.0,
+    clock: Callable[[], float],
+    entropy: Callable[[int], bytes],
+) -> Domain:
+    """An empty domain of at most `capacity` bytes, whose pool has not grown yet.
+
+    `chunks` 0 sizes the index for chunks of 16 KiB. Raises `ConfigError`.
+    """
+    region_bytes = region_bytes_for(capacity)
+    options = StoreOptions(
+        region_bytes=region_bytes,
+        chunks=chunks or max(CHUNKS_MIN, capacity // CHUNK_BYTES_SMALL),
+        segment_bytes=segment_bytes,
+        policy=policy,
+        lease_s=lease_s,
+    )
+    store = Store(options, clock=clock, entropy=entropy)
+    return Domain(name, store, Pool(store, SharedMemory(), capacity, region_bytes))
 
 
 @dataclass(slots=True)
@@ -290,7 +322,7 @@ class Connection:
             mapped=identity.mapped,
             attach_address=self.service.attach_address if identity.mapped else "",
             data_address=domain.local_data_address if self.local else domain.data_address,
-            frame_bytes_max=protocol.frames.MAX_FRAME,
+            frame_bytes_max=frames.MAX_FRAME,
             keys_max=KEYS_MAX,
             reserve_max=domain.store.options.reserve_max,
             lease_ms=int(domain.store.options.lease_s * 1000),
