@@ -51,18 +51,26 @@ def common_version(minimum: int, maximum: int) -> int:
     return version
 
 
-def request_frame(request_id: int, body: Message) -> bytes:
-    """The frame of one request; id 0 wants no response."""
+def request_body(request_id: int, body: Message) -> bytes:
+    """The body of one request's frame; id 0 wants no response."""
     fields: dict[str, Any] = {_REQUEST_FIELD[body.DESCRIPTOR.full_name]: body, "id": request_id}
-    request = wire.Request(**fields)
-    return frames.encode(request.SerializeToString())
+    return wire.Request(**fields).SerializeToString()
+
+
+def request_frame(request_id: int, body: Message) -> bytes:
+    """The whole frame of one request."""
+    return frames.encode(request_body(request_id, body))
+
+
+def response_body(request_id: int, body: Message) -> bytes:
+    """The body of one response's frame."""
+    fields: dict[str, Any] = {_RESPONSE_FIELD[body.DESCRIPTOR.full_name]: body, "id": request_id}
+    return wire.Response(**fields).SerializeToString()
 
 
 def response_frame(request_id: int, body: Message) -> bytes:
-    """The frame of one response."""
-    fields: dict[str, Any] = {_RESPONSE_FIELD[body.DESCRIPTOR.full_name]: body, "id": request_id}
-    response = wire.Response(**fields)
-    return frames.encode(response.SerializeToString())
+    """The whole frame of one response."""
+    return frames.encode(response_body(request_id, body))
 
 
 def error_body(error: KvpoolError) -> wire.Error:
@@ -139,6 +147,11 @@ class ClientSession:
 
     def request(self, body: Message) -> tuple[int, bytes]:
         """(id, frame) of a request that wants a response. Raises `ProtocolError` out of turn."""
+        request_id = self.number(body)
+        return request_id, request_frame(request_id, body)
+
+    def number(self, body: Message) -> int:
+        """The id under which `body` is sent and awaited. Raises `ProtocolError` out of turn."""
         is_hello = isinstance(body, wire.Hello)
         if is_hello is not (self.state is State.HELLO):
             raise ProtocolError(
@@ -147,7 +160,7 @@ class ClientSession:
         request_id = self._next_id
         self._next_id += 1
         self.waiting.add(request_id)
-        return request_id, request_frame(request_id, body)
+        return request_id
 
     def abandon(self, request_id: int) -> None:
         """Nobody waits for this response any more; when it comes late it is an orphan."""
