@@ -100,7 +100,8 @@ def close_listener(listener: socket.socket) -> None:
     path = listener.getsockname() if listener.family == socket.AF_UNIX else None
     listener.close()
     if path:
-        with _folder_locked(path):
+        # A successor may listen there by now, or the folder be gone: nothing to remove then.
+        with contextlib.suppress(InvalidError, OSError), _folder_locked(path):
             _remove_dead(path)
 
 

@@ -10,12 +10,13 @@ small request and its response cost the same two system calls as bare `send` and
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import socket
 import struct
 import time
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -43,6 +44,9 @@ _PREFIX = frames.PREFIX.size
 _NOSIGNAL = int(socket.MSG_NOSIGNAL)
 _WAITALL = int(socket.MSG_WAITALL)
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 
 def dial(address: str, deadline: float) -> Stream:
     """A stream to `unix:PATH` or `tcp://HOST:PORT`, within `deadline` seconds.
@@ -51,6 +55,25 @@ def dial(address: str, deadline: float) -> Stream:
     `UnreachableError`.
     """
     return Stream(connect(address, deadline))
+
+
+def _breaking(call: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Break the stream if a signal handler raises amid `call`, or memory is out: how many bytes
+    have moved is not known then."""
+
+    @functools.wraps(call)
+    def whole(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return call(*args, **kwargs)
+        except KvpoolError:
+            raise
+        except BaseException:
+            stream = args[0]
+            assert isinstance(stream, Stream)
+            stream._broken = stream._broken or "a call was interrupted"
+            raise
+
+    return whole
 
 
 class Stream:
@@ -89,8 +112,8 @@ class Stream:
         self._read_ahead = _PREFIX if exact else READ_AHEAD
         self._held = b""  # read from the socket; from `_start` on not yet handed out
         self._start = 0
-        self._receive_timeout_s = 0.0  # what the kernel has; 0 = none yet
-        self._send_timeout_s = 0.0
+        self._receive_timeout_s = math.nan  # what the kernel has; NaN = nothing yet
+        self._send_timeout_s = math.nan
         self._broken: str | None = None
         self._ended = False
 
@@ -113,6 +136,7 @@ class Stream:
         """The socket's descriptor. `select` does not see bytes that are buffered already."""
         return self._sock.fileno()
 
+    @_breaking
     def send(self, body: bytes, buffers: Sequence[Buffer] = (), *, deadline: float) -> None:
         """Send one frame around `body` and then the bytes of `buffers`, without copying them.
 
@@ -134,11 +158,13 @@ class Stream:
         if views or sent < len(frame):
             self._send_rest([as_bytes(frame), *views], sent, end)
 
+    @_breaking
     def send_buffers(self, buffers: Sequence[Buffer], *, deadline: float) -> None:
         """Send payload that a frame announced earlier, without copying it; errors as `send`."""
         views = [as_bytes(buffer) for buffer in buffers]
         self._send_rest(views, 0, self._begin(deadline))
 
+    @_breaking
     def receive(self, *, deadline: float, idle: float | None = None) -> bytes:
         """The body of the next frame. `b""` is a ping: whoever serves answers it by `send(b"")`.
 
@@ -164,6 +190,7 @@ class Stream:
         self._held, self._start = held, body_start + len(body)
         return body if len(body) == nbytes else self._receive_rest(body, nbytes, end)
 
+    @_breaking
     def receive_into(self, buffers: Sequence[Buffer], *, deadline: float) -> None:
         """Fill all `buffers` with the payload behind the last frame, straight from the socket.
 
