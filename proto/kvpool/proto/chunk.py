@@ -20,11 +20,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvpool.proto.errors import InvalidError
+from kvpool.proto.keys import KEY_BYTES
 from kvpool.proto.layout import Part
 
 HEADER_BYTES = 128
@@ -35,6 +38,8 @@ NO_SUMS = 1
 
 _HEADER = struct.Struct("<8sHHI24s32sQQQQ")
 _SUM = struct.Struct("<Q")
+_DIGEST_BYTES = 24
+_RESERVED = bytes(16)
 _PART_STEP = 0x9E3779B97F4A7C15  # odd constant, 2^64 / golden ratio: spreads small part numbers
 _MASK = (1 << 64) - 1
 
@@ -43,8 +48,12 @@ Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
 def prologue_bytes(part: Part) -> int:
     """Bytes before the payload."""
-    align = 4096 if part.nbytes >= 64 << 10 else 64
-    return -(-(HEADER_BYTES + 8 * len(part.planes)) // align) * align
+    return _prologue_bytes(part.nbytes, len(part.planes))
+
+
+def _prologue_bytes(nbytes: int, planes: int) -> int:
+    align = 4096 if nbytes >= 64 << 10 else 64
+    return -(-(HEADER_BYTES + 8 * planes) // align) * align
 
 
 def extent_bytes(part: Part) -> int:
@@ -60,9 +69,7 @@ def sum_seed(key: bytes, part: int) -> int:
 def plane_sums(payload: npt.NDArray[np.uint8], offsets: Sequence[int], seed: int) -> list[int]:
     """xxh3-64 of each plane; `offsets` as from `Part.offsets`."""
     digest = xxhash.xxh3_64_intdigest
-    return [
-        digest(payload[start:end], seed) for start, end in zip(offsets, offsets[1:], strict=False)
-    ]
+    return [digest(payload[start:end], seed) for start, end in pairwise(offsets)]
 
 
 def write_prologue(
@@ -77,22 +84,41 @@ def write_prologue(
     sums: Sequence[int] | None,
     planes: int,
 ) -> None:
-    """Fills the prologue at the start of `target`; ``sums=None`` stores none and says so."""
-    head = _HEADER.pack(
-        MAGIC,
-        VERSION,
-        part,
-        planes,
-        namespace[:24],
-        key,
-        generation,
-        nbytes,
-        layout_id,
-        0 if sums is not None else NO_SUMS,
-    )
-    packed = np.asarray(sums if sums is not None else [0] * planes, dtype="<u8").tobytes()
-    head += _SUM.pack(xxhash.xxh3_64_intdigest(head)) + bytes(16) + packed
+    """Fills the prologue at the start of `target`; ``sums=None`` stores none and says so.
+
+    Every byte up to the payload is written, so nothing of the memory's last owner stays in it.
+    Raises `InvalidError` if a value does not fit its field.
+    """
+    if len(namespace) < _DIGEST_BYTES or len(key) != KEY_BYTES:
+        raise InvalidError(
+            f"a namespace digest of {len(namespace)} and a key of {len(key)} bytes; "
+            f"both must have {KEY_BYTES}"
+        )
+    if sums is not None and len(sums) != planes:
+        raise InvalidError(f"{len(sums)} sums for {planes} planes")
+    end = _prologue_bytes(nbytes, planes)
+    if len(target) < end:
+        raise InvalidError(f"a prologue of {end} bytes does not fit into {len(target)}")
+    flags = 0 if sums is not None else NO_SUMS
+    try:
+        head = _HEADER.pack(
+            MAGIC,
+            VERSION,
+            part,
+            planes,
+            namespace[:_DIGEST_BYTES],
+            key,
+            generation,
+            nbytes,
+            layout_id,
+            flags,
+        )
+        packed = np.asarray(sums if sums is not None else [0] * planes, dtype="<u8").tobytes()
+    except (struct.error, OverflowError) as error:
+        raise InvalidError(f"a value does not fit the chunk header: {error}") from error
+    head += _SUM.pack(xxhash.xxh3_64_intdigest(head)) + _RESERVED + packed
     target[: len(head)] = np.frombuffer(head, np.uint8)
+    target[len(head) : end] = 0
 
 
 def read_prologue(
@@ -105,7 +131,7 @@ def read_prologue(
     nbytes: int,
     layout_id: int,
     planes: int,
-) -> npt.NDArray[np.uint64] | None | str:
+) -> npt.NDArray[np.uint64] | str | None:
     """The plane sums if the header is the expected one; None if it stores none.
 
     A string says what is wrong: the extent is not what was asked for and must not be served.
@@ -119,13 +145,17 @@ def read_prologue(
         raw[: _HEADER.size]
     ):
         return "no intact header"
-    wanted = (VERSION, part, planes, namespace[:24], key)
+    if raw[_HEADER.size + _SUM.size : HEADER_BYTES] != _RESERVED:
+        return "no intact header: its reserved bytes are not zero"
+    wanted = (VERSION, part, planes, namespace[:_DIGEST_BYTES], key)
     if head[1:6] != wanted:
         return f"header is of another chunk: {head[1:4]} instead of {wanted[:3]}, or another key"
     if generation is not None and head[6] != generation:
         return f"generation {head[6]} instead of {generation}"
     if head[7] != nbytes or head[8] != layout_id:
         return f"{head[7]} bytes of layout {head[8]:#x} instead of {nbytes} of {layout_id:#x}"
+    if head[9] & ~NO_SUMS:
+        return f"flags {head[9]:#x}, of which this version knows only {NO_SUMS:#x}"
     if head[9] & NO_SUMS:
         return None
     return np.frombuffer(raw, "<u8", planes, HEADER_BYTES)

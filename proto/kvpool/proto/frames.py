@@ -32,21 +32,28 @@ def encode(body: bytes) -> bytes:
     return PREFIX.pack(len(body)) + body
 
 
-def body_length(prefix: bytes | bytearray | memoryview) -> int:
+def body_length(prefix: bytes | bytearray | memoryview, limit: int = MAX_FRAME) -> int:
     """The body length announced by the 4 bytes of `prefix`. Raises `ProtocolError`."""
+    if len(prefix) != PREFIX.size:
+        raise ProtocolError(f"a frame begins with {PREFIX.size} bytes of length, not {len(prefix)}")
     (length,) = PREFIX.unpack(prefix)
-    if length > MAX_FRAME:
+    if length > limit:
         raise ProtocolError(
-            f"frame length {length:#x} exceeds {MAX_FRAME:#x}: the peer does not speak kvpool"
+            f"frame length {length:#x} exceeds {limit:#x}: the peer does not speak kvpool"
             f"{_stranger(bytes(prefix))}"
         )
     return int(length)
 
 
+_HTTP = frozenset(
+    (b"GET ", b"HEAD", b"POST", b"PUT ", b"DELE", b"CONN", b"OPTI", b"PATC", b"PRI ", b"HTTP")
+)
+
+
 def _stranger(prefix: bytes) -> str:
     if prefix[:1] == b"\x16" and prefix[1:2] == b"\x03":
         return " (it looks like TLS)"
-    if prefix in (b"GET ", b"POST", b"PUT ", b"HEAD", b"PRI "):
+    if prefix in _HTTP:
         return " (it looks like HTTP)"
     return ""
 
@@ -54,40 +61,55 @@ def _stranger(prefix: bytes) -> str:
 class FrameDecoder:
     """Cuts a byte stream into frame bodies, whatever the chunk boundaries.
 
-    After a `ProtocolError` the decoder stays broken: the stream cannot be resynchronised.
+    It holds what was received and not yet taken, never room for what a prefix announces. After a
+    `ProtocolError` it stays broken and holds nothing: the stream cannot be resynchronised.
     """
 
-    __slots__ = ("_broken", "_buffer")
+    __slots__ = ("_broken", "_buffer", "_start")
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        self._start = 0  # of the first byte that was not taken
         self._broken = False
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[bytes]:
         """Returns the bodies that `data` completes, in order. Raises `ProtocolError`."""
-        if self._broken:
-            raise ProtocolError("the stream is broken; close the connection")
-        buffer = self._buffer
-        buffer += data
+        self.push(data)
         bodies: list[bytes] = []
-        at = 0
-        with memoryview(buffer) as view:
-            while len(buffer) - at >= PREFIX.size:
-                try:
-                    length = body_length(view[at : at + PREFIX.size])
-                except ProtocolError:
-                    self._broken = True
-                    raise
-                end = at + PREFIX.size + length
-                if end > len(buffer):
-                    break
-                bodies.append(bytes(view[at + PREFIX.size : end]))
-                at = end
-        if at:
-            del buffer[:at]
+        while (body := self.take()) is not None:
+            bodies.append(body)
         return bodies
+
+    def push(self, data: bytes | bytearray | memoryview) -> None:
+        """Appends `data`; `take` returns what it completes. Raises `ProtocolError` once broken."""
+        self._check()
+        self._buffer += data
+
+    def take(self, limit: int = MAX_FRAME) -> bytes | None:
+        """The next body, or None until more was pushed. Raises `ProtocolError` above `limit`."""
+        self._check()
+        buffer, start = self._buffer, self._start
+        body_start = start + PREFIX.size
+        if body_start <= len(buffer):
+            (length,) = PREFIX.unpack_from(buffer, start)
+            if length > limit:
+                self._broken = True
+                self._buffer, self._start = bytearray(), 0
+                body_length(buffer[start:body_start], limit)
+            end = body_start + length
+            if end <= len(buffer):
+                self._start = end
+                with memoryview(buffer) as view:
+                    return bytes(view[body_start:end])
+        del buffer[:start]
+        self._start = 0
+        return None
 
     @property
     def buffered(self) -> int:
         """Bytes that wait for the rest of their frame."""
-        return len(self._buffer)
+        return len(self._buffer) - self._start
+
+    def _check(self) -> None:
+        if self._broken:
+            raise ProtocolError("the stream is broken; close the connection")

@@ -11,7 +11,10 @@ them): ``key = sha256(namespace digest ‖ page hash)``.
 
 from __future__ import annotations
 
+import array
 import hashlib
+import operator
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +25,7 @@ from kvpool.proto.errors import InvalidError
 
 KEY_BYTES = 32
 TOKEN_MAX = (1 << 32) - 1
+_COUNT_MAX = (1 << 32) - 1
 
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 TokenArray = npt.NDArray[np.uint32]
@@ -40,30 +44,54 @@ class Extra:
 
 
 def as_tokens(tokens: Tokens) -> TokenArray:
-    """`tokens` as a 1-D uint32 array. Raises `InvalidError` naming the offending value."""
-    array = np.asarray(tokens)
-    if array.size == 0:
+    """`tokens` as a 1-D uint32 array, which is `tokens` itself where it is one already.
+
+    Raises `InvalidError` naming the offending value: bool and float are no tokens.
+    """
+    if isinstance(tokens, str | bytes | bytearray):
+        raise InvalidError(f"tokens must be integers, not {type(tokens).__name__}")
+    if isinstance(tokens, Sequence) and not isinstance(tokens, memoryview):
+        return _from_items(tokens)
+    values = np.asarray(tokens)
+    if values.ndim != 1:
+        raise InvalidError(f"tokens must be one-dimensional, not of shape {values.shape}")
+    if values.dtype == np.uint32:
+        return values
+    if values.size == 0:
         return np.empty(0, np.uint32)
-    if array.ndim != 1:
-        raise InvalidError(f"tokens must be one-dimensional, not of shape {array.shape}")
-    if array.dtype == np.uint32:
-        return array
-    if array.dtype.kind not in "iu" or _holds_bool(tokens):
-        raise InvalidError(f"tokens must be integers, not {array.dtype} (bool and float are refused)")
-    low, high = int(array.min()), int(array.max())
+    if values.dtype.kind not in "iu":
+        raise InvalidError(f"tokens must be integers, not {values.dtype}")
+    low, high = int(values.min()), int(values.max())
     if low < 0 or high > TOKEN_MAX:
         raise InvalidError(f"token {low if low < 0 else high} is outside 0..{TOKEN_MAX}")
-    return array.astype(np.uint32)
+    return values.astype(np.uint32)
 
 
-def _holds_bool(tokens: Tokens) -> bool:
-    # np.asarray([1, True]) is an integer array, so mixed lists must be looked at one by one.
-    return not isinstance(tokens, np.ndarray) and any(isinstance(t, bool | np.bool_) for t in tokens)
+def _from_items(items: Sequence[int]) -> TokenArray:
+    # NumPy takes [1, True] for integers and [1, 2.0] for floats, so the types are looked at first.
+    if set(map(type, items)) == {int}:
+        try:
+            return np.asarray(array.array("I", items)).astype(np.uint32, copy=False)
+        except OverflowError:
+            pass  # the loop names the token
+    for item in items:
+        if not isinstance(item, int | np.integer) or isinstance(item, bool):
+            raise InvalidError(
+                f"token {reprlib.repr(item)} is {type(item).__name__}, not an integer"
+            )
+        if not 0 <= item <= TOKEN_MAX:
+            raise InvalidError(f"token {item} is outside 0..{TOKEN_MAX}")
+    return np.fromiter(items, np.uint32, len(items))
 
 
 def shareable_chunks(tokens: int, chunk_tokens: int, extras: Sequence[Extra] | None = None) -> int:
-    """Full chunks of a prompt of `tokens` that have an identity; partial tails have none."""
-    chunks = tokens // chunk_tokens
+    """Full chunks of a prompt of `tokens` that have an identity; partial tails have none.
+
+    Raises `InvalidError`.
+    """
+    _check_extras(extras)
+    chunk_tokens = _whole("chunk_tokens", chunk_tokens, 1)
+    chunks = _whole("tokens", tokens, 0) // chunk_tokens
     for extra in extras or ():
         if extra.digest is None:
             chunks = min(chunks, extra.start // chunk_tokens)
@@ -80,18 +108,21 @@ def chain_keys(
 ) -> bytes:
     """Keys (n x 32 bytes) of the full chunks of `tokens`, which start at token `first_token`.
 
-    `previous` is the key before them or the namespace digest. Extras before `first_token` are
-    ignored: they are part of `previous`. Raises `InvalidError`.
+    `previous` is the key before them or the namespace digest. Positions of extras count from the
+    start of the prompt. Extras with a digest before `first_token` are ignored: they are part of
+    `previous`; one without ends the chain before it, so there are no keys. Raises `InvalidError`.
     """
-    array = as_tokens(tokens)
-    if len(previous) != KEY_BYTES:
-        raise InvalidError(f"the previous key has {len(previous)} bytes, not {KEY_BYTES}")
+    values = as_tokens(tokens)
+    _check_root("previous key", previous)
+    chunk_tokens = _whole("chunk_tokens", chunk_tokens, 1)
+    first_token = _whole("first_token", first_token, 0)
     if first_token % chunk_tokens:
-        raise InvalidError(f"first_token {first_token} is not on a boundary of {chunk_tokens} tokens")
-    _check_extras(extras)
-    chunks = shareable_chunks(first_token + len(array), chunk_tokens, extras)
+        raise InvalidError(
+            f"first_token {first_token} is not on a boundary of {chunk_tokens} tokens"
+        )
+    chunks = shareable_chunks(first_token + len(values), chunk_tokens, extras)
     first_chunk = first_token // chunk_tokens
-    raw = array.astype("<u4", copy=False).tobytes()
+    raw = values.astype("<u4", copy=False).tobytes()
     by_chunk = _encode_extras(extras, chunk_tokens)
     stride = 4 * chunk_tokens
     keys: list[bytes] = []
@@ -104,10 +135,27 @@ def chain_keys(
 
 def foreign_keys(digest: bytes, pages: Sequence[bytes]) -> bytes:
     """Keys of pages that an engine has hashed itself. Raises `InvalidError` on an empty hash."""
+    _check_root("namespace digest", digest)
     for page in pages:
         if not isinstance(page, bytes) or not page:
             raise InvalidError(f"page hash {page!r} must be non-empty bytes")
     return b"".join(hashlib.sha256(digest + page).digest() for page in pages)
+
+
+def _check_root(what: str, value: bytes) -> None:
+    if not isinstance(value, bytes) or len(value) != KEY_BYTES:
+        raise InvalidError(f"the {what} must be {KEY_BYTES} bytes, not {reprlib.repr(value)}")
+
+
+def _whole(what: str, value: int, minimum: int) -> int:
+    """`value`, which may be any integer type but bool, as an int."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if isinstance(value, bool) or not minimum <= number <= _COUNT_MAX:
+        raise InvalidError(f"{what} {reprlib.repr(value)} is no int from {minimum} to {_COUNT_MAX}")
+    return number
 
 
 def _check_extras(extras: Sequence[Extra] | None) -> None:

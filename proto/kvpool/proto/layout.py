@@ -20,6 +20,20 @@ from kvpool.proto.errors import InvalidError, NamespaceError
 
 PLANES_MAX = 4096
 PARTS_MAX = 64
+NBYTES_MAX = 1 << 48
+"""Largest part in bytes: offsets and lengths stay far inside 64 bits."""
+_U32_MAX = (1 << 32) - 1
+
+
+def is_text(value: object) -> bool:
+    """Whether `value` is a non-empty str that has a UTF-8 form (lone surrogates have none)."""
+    if not isinstance(value, str) or not value:
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +45,18 @@ class Plane:
     runs: int
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise InvalidError("a plane needs a name, because planes are matched by name")
-        if self.nbytes <= 0:
-            raise InvalidError(f"plane {self.name!r} has {self.nbytes} bytes; it needs at least 1")
-        if self.runs < 0 or (self.runs and self.nbytes % self.runs):
+        if not is_text(self.name):
+            raise InvalidError(
+                f"a plane needs a name, not {self.name!r}, because planes are matched by name"
+            )
+        if type(self.nbytes) is not int or not 1 <= self.nbytes <= NBYTES_MAX:
+            raise InvalidError(
+                f"plane {self.name!r} has {self.nbytes!r} bytes; an int from 1 to {NBYTES_MAX} "
+                "is needed"
+            )
+        if type(self.runs) is not int or not 0 <= self.runs <= _U32_MAX:
+            raise InvalidError(f"plane {self.name!r} has {self.runs!r} runs; an int >= 0 is needed")
+        if self.runs and self.nbytes % self.runs:
             raise InvalidError(
                 f"plane {self.name!r}: {self.nbytes} bytes are no multiple of {self.runs} runs"
             )
@@ -54,16 +75,24 @@ class Part:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.name:
-            raise InvalidError("a part needs a name")
+        if not is_text(self.name):
+            raise InvalidError(f"a part needs a name, not {self.name!r}")
+        if type(self.planes) is not tuple:
+            raise InvalidError(f"part {self.name!r}: planes must be a tuple of Plane")
         if not 1 <= len(self.planes) <= PLANES_MAX:
             raise InvalidError(
                 f"part {self.name!r} has {len(self.planes)} planes; 1 to {PLANES_MAX} are allowed"
             )
         if len({plane.name for plane in self.planes}) != len(self.planes):
             raise InvalidError(f"part {self.name!r} names a plane twice")
-        if self.window is not None and self.window <= 0:
-            raise InvalidError(f"part {self.name!r}: window {self.window} must be positive or None")
+        if self.nbytes > NBYTES_MAX:
+            raise InvalidError(f"part {self.name!r} has {self.nbytes} bytes, over {NBYTES_MAX}")
+        if self.window is not None and not (
+            type(self.window) is int and 1 <= self.window <= _U32_MAX
+        ):
+            raise InvalidError(
+                f"part {self.name!r}: window {self.window!r} must be a positive int or None"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -90,6 +119,14 @@ def portable(
     name: str, *, layers: Sequence[str], kv_heads: int, head_dim: int, itemsize: int, tokens: int
 ) -> Part:
     """The part of a worker that holds `kv_heads` heads of `layers`, in the portable layout."""
+    for what, value in (
+        ("kv_heads", kv_heads),
+        ("head_dim", head_dim),
+        ("itemsize", itemsize),
+        ("tokens", tokens),
+    ):
+        if value <= 0:
+            raise InvalidError(f"{what} {value} must be positive")
     nbytes = 2 * kv_heads * tokens * head_dim * itemsize
     return Part(name, tuple(Plane(layer, nbytes, 2 * kv_heads) for layer in layers))
 
@@ -102,19 +139,21 @@ def native(name: str, *, layers: Sequence[str], nbytes: int, runs: int = 0) -> P
 def token_ranges(plane: Plane, tokens: int, first: int, last: int) -> Iterator[tuple[int, int]]:
     """(offset, nbytes) inside `plane` of tokens [first, last) of a chunk of `tokens`.
 
-    Raises `InvalidError` if the plane cannot be cut by tokens or the range leaves the chunk.
+    Raises `InvalidError`, at once, if the plane cannot be cut by tokens or the range leaves the
+    chunk.
     """
     if not 0 <= first < last <= tokens:
         raise InvalidError(f"token range [{first}, {last}) is not inside a chunk of {tokens}")
     if (first, last) == (0, tokens):
-        yield 0, plane.nbytes
-        return
+        return iter([(0, plane.nbytes)])
     run_bytes = plane.nbytes // plane.runs if plane.runs else 0
     if not run_bytes or run_bytes % tokens:
-        raise InvalidError(f"plane {plane.name!r} is opaque and cannot be cut by tokens; pull whole")
+        raise InvalidError(
+            f"plane {plane.name!r} is opaque and cannot be cut by tokens; pull whole"
+        )
     token_bytes = run_bytes // tokens
-    for run in range(plane.runs):
-        yield run * run_bytes + first * token_bytes, (last - first) * token_bytes
+    nbytes = (last - first) * token_bytes
+    return ((run * run_bytes + first * token_bytes, nbytes) for run in range(plane.runs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +185,18 @@ class Piece:
     nbytes: int
 
 
-def reshard(kv_heads: int, head_bytes: int, source_ranks: int, rank: int, ranks: int) -> list[Piece]:
+def reshard(
+    kv_heads: int, head_bytes: int, source_ranks: int, rank: int, ranks: int
+) -> list[Piece]:
     """The pieces of a portable plane that `rank` of `ranks` needs from `source_ranks` parts.
 
     `head_bytes` is one head's K and V per chunk: 2 x tokens x head_dim x itemsize. The pieces
-    cover the wanted plane exactly once: covered bytes == plane bytes.
+    cover the wanted plane exactly once: covered bytes == plane bytes. Raises `InvalidError`.
     """
+    if not 0 <= rank < ranks:
+        raise InvalidError(f"rank {rank} is none of {ranks} ranks")
+    if head_bytes <= 0:
+        raise InvalidError(f"a head of {head_bytes} bytes; at least 1 is needed")
     sources = head_shards(kv_heads, source_ranks)
     wanted = head_shards(kv_heads, ranks)[rank]
     pieces: list[Piece] = []

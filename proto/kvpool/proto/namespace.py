@@ -20,7 +20,7 @@ from functools import lru_cache
 
 from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.errors import NamespaceError
-from kvpool.proto.layout import PARTS_MAX, Part, Plane
+from kvpool.proto.layout import PARTS_MAX, PLANES_MAX, Part, Plane, is_text
 
 _PREFIX = b"kvpool/namespace/1"
 _LAYOUT = re.compile(r"portable|native:[A-Za-z0-9._+-]+")
@@ -60,9 +60,9 @@ class Namespace:
             value = getattr(self, field.name)
             if field.name in ("parts", "chunk_tokens"):
                 continue
-            if not isinstance(value, str) or not value:
+            if not is_text(value):
                 raise NamespaceError(
-                    f"namespace field {field.name!r} is {value!r}; every field is mandatory, "
+                    f"namespace field {field.name!r} is {value!r}; every field is mandatory text, "
                     "say 'none' where nothing applies"
                 )
         if type(self.chunk_tokens) is not int or not 1 <= self.chunk_tokens <= CHUNK_TOKENS_MAX:
@@ -70,12 +70,20 @@ class Namespace:
                 f"namespace field 'chunk_tokens' is {self.chunk_tokens!r}; "
                 f"it must be an int from 1 to {CHUNK_TOKENS_MAX}"
             )
-        if not isinstance(self.parts, tuple) or not 1 <= len(self.parts) <= PARTS_MAX:
-            raise NamespaceError(f"namespace field 'parts' must be a tuple of 1 to {PARTS_MAX} parts")
+        if (
+            type(self.parts) is not tuple
+            or not 1 <= len(self.parts) <= PARTS_MAX
+            or not all(isinstance(part, Part) for part in self.parts)
+        ):
+            raise NamespaceError(
+                f"namespace field 'parts' must be a tuple of 1 to {PARTS_MAX} parts"
+            )
         if len({part.name for part in self.parts}) != len(self.parts):
             raise NamespaceError("namespace field 'parts' names a part twice")
         if all(part.window is not None for part in self.parts):
-            raise NamespaceError("at least one part must be needed for the whole prefix (window None)")
+            raise NamespaceError(
+                "at least one of 'parts' must be needed for the whole prefix (window None)"
+            )
         if not _LAYOUT.fullmatch(self.layout):
             raise NamespaceError(
                 f"layout {self.layout!r} is neither 'portable' nor 'native:<name>'"
@@ -86,7 +94,12 @@ class Namespace:
             )
 
     def digest(self, tenant: str) -> bytes:
-        """32 bytes: the root of every key chain of `tenant` in this namespace."""
+        """32 bytes: the root of every key chain of `tenant` in this namespace.
+
+        Raises `NamespaceError` without a tenant: it is in the identity, too.
+        """
+        if not is_text(tenant):
+            raise NamespaceError(f"namespace field 'tenant' is {tenant!r}; it must be text")
         return _digest(self, tenant)
 
     @property
@@ -123,9 +136,11 @@ class Namespace:
         return tuple(getattr(self, f.name) for f in fields(self) if f.name not in skipped)
 
     def differences(self, other: Namespace) -> list[str]:
-        """``field: mine / other's`` for each field that differs."""
+        """``field: mine / other's`` for each field that differs; of parts, the first difference."""
         return [
-            f"{f.name}: {getattr(self, f.name)!r} / {getattr(other, f.name)!r}"
+            f"parts: {_parts_difference(self.parts, other.parts)}"
+            if f.name == "parts"
+            else f"{f.name}: {getattr(self, f.name)!r} / {getattr(other, f.name)!r}"
             for f in fields(self)
             if getattr(self, f.name) != getattr(other, f.name)
         ]
@@ -136,7 +151,9 @@ class Namespace:
             **{f.name: getattr(self, f.name) for f in fields(self) if f.name != "parts"}
         )
         for part in self.parts:
-            planes = [wire.PlaneRecord(name=p.name, nbytes=p.nbytes, runs=p.runs) for p in part.planes]
+            planes = [
+                wire.PlaneRecord(name=p.name, nbytes=p.nbytes, runs=p.runs) for p in part.planes
+            ]
             record.parts.append(
                 wire.PartRecord(name=part.name, planes=planes, window=part.window or 0)
             )
@@ -145,6 +162,17 @@ class Namespace:
     @classmethod
     def from_record(cls, record: wire.NamespaceRecord) -> Namespace:
         """The inverse of `to_record`. Raises `NamespaceError` or `InvalidError`."""
+        # Before any object is made of what a stranger sent.
+        if len(record.parts) > PARTS_MAX:
+            raise NamespaceError(
+                f"namespace field 'parts' has {len(record.parts)} parts; {PARTS_MAX} are allowed"
+            )
+        for part in record.parts:
+            if len(part.planes) > PLANES_MAX:
+                raise NamespaceError(
+                    f"part {part.name!r} in namespace field 'parts' has {len(part.planes)} planes; "
+                    f"{PLANES_MAX} are allowed"
+                )
         values = {f.name: getattr(record, f.name) for f in fields(cls) if f.name != "parts"}
         parts = tuple(
             Part(
@@ -155,6 +183,22 @@ class Namespace:
             for part in record.parts
         )
         return cls(parts=parts, **values)
+
+
+def _parts_difference(mine: tuple[Part, ...], theirs: tuple[Part, ...]) -> str:
+    if len(mine) != len(theirs):
+        return f"{len(mine)} parts / {len(theirs)} parts"
+    pairs = enumerate(zip(mine, theirs, strict=True))
+    number, a, b = next((i, a, b) for i, (a, b) in pairs if a != b)
+    where = f"part {number} has "
+    if a.name != b.name:
+        return f"{where}name {a.name!r} / {b.name!r}"
+    if a.window != b.window:
+        return f"{where}window {a.window} / {b.window}"
+    if len(a.planes) != len(b.planes):
+        return f"{where}{len(a.planes)} planes / {len(b.planes)} planes"
+    p, q = next((p, q) for p, q in zip(a.planes, b.planes, strict=True) if p != q)
+    return f"{where}{p} / {q}"
 
 
 def _text(value: str) -> bytes:

@@ -6,7 +6,8 @@ from enum import IntEnum
 
 
 class Outcome(IntEnum):
-    """The answer for one key and part, fixed for all protocol versions."""
+    """The answer for one key and part, fixed for all protocol versions. An unknown number reads
+    as `MISS`, the one that is always safe."""
 
     HIT = 0
     """Stored and servable; with a lease, its bytes stay until the lease ends."""
@@ -38,6 +39,11 @@ class Outcome(IntEnum):
     """This tenant or session may not do that."""
     INVALID = 14
     """The request contradicts itself or the namespace."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Outcome | None:
+        # A number that only a newer peer knows: whatever it means, the bytes are not to be had.
+        return cls.MISS if isinstance(value, int) else None
 
 
 class Reason(IntEnum):

@@ -7,6 +7,11 @@
 A fault is a stream that cannot be trusted any more: a bad frame, a message that does not parse, a
 verb before Hello or a second Hello. A request that parses but cannot be served is no fault: it
 gets an Error and the session goes on, so newer clients may ask for verbs that we do not know.
+The client fails on the same faults of its peer, on a Welcome out of turn and on an Error about
+the connection (id 0).
+
+What a stranger can make us hold is small: before Hello a frame has at most `HELLO_MAX` bytes, and
+messages that nest others, which parse to 30 times their size, at most `NESTED_MAX`.
 """
 
 from __future__ import annotations
@@ -18,20 +23,37 @@ from google.protobuf.message import DecodeError, Message
 
 from kvpool.proto import frames
 from kvpool.proto import wire_pb2 as wire
-from kvpool.proto.errors import KvpoolError, ProtocolError, VersionError, from_code
+from kvpool.proto.errors import (
+    InvalidError,
+    KvpoolError,
+    ProtocolError,
+    TooLargeError,
+    VersionError,
+    from_code,
+)
 
 VERSION_MIN = 1
 VERSION_MAX = 1
 FEATURES = frozenset({"adopt", "fetch", "hints", "pins"})
+HELLO_MAX = 64 << 10
+"""Largest body in bytes of the first frame, when nobody knows yet who sends it."""
+NESTED_MAX = 1 << 20
+"""Largest body in bytes of a message with repeated fields; columns are `bytes`, up to a frame."""
+TEXT_MAX = 4096
+"""Longest text of an Error in characters."""
 
-_REQUEST_FIELD = {
-    field.message_type.full_name: field.name
-    for field in wire.Request.DESCRIPTOR.oneofs_by_name["body"].fields
-}
-_RESPONSE_FIELD = {
-    field.message_type.full_name: field.name
-    for field in wire.Response.DESCRIPTOR.oneofs_by_name["body"].fields
-}
+_NESTED_REQUESTS = frozenset({wire.Request.HELLO_FIELD_NUMBER, wire.Request.OPEN_FIELD_NUMBER})
+_NESTED_RESPONSES = frozenset({wire.Response.WELCOME_FIELD_NUMBER})
+_TOP_FIELDS_MAX = 16
+
+
+def _field_names(envelope: type[Message]) -> dict[str, str]:
+    kinds = ((f.message_type, f.name) for f in envelope.DESCRIPTOR.oneofs_by_name["body"].fields)
+    return {message.full_name: name for message, name in kinds if message is not None}
+
+
+_REQUEST_FIELD = _field_names(wire.Request)
+_RESPONSE_FIELD = _field_names(wire.Response)
 
 
 class State(Enum):
@@ -53,8 +75,7 @@ def common_version(minimum: int, maximum: int) -> int:
 
 def request_body(request_id: int, body: Message) -> bytes:
     """The body of one request's frame; id 0 wants no response."""
-    fields: dict[str, Any] = {_REQUEST_FIELD[body.DESCRIPTOR.full_name]: body, "id": request_id}
-    return wire.Request(**fields).SerializeToString()
+    return _serialized(wire.Request, _REQUEST_FIELD, _NESTED_REQUESTS, request_id, body)
 
 
 def request_frame(request_id: int, body: Message) -> bytes:
@@ -64,8 +85,7 @@ def request_frame(request_id: int, body: Message) -> bytes:
 
 def response_body(request_id: int, body: Message) -> bytes:
     """The body of one response's frame."""
-    fields: dict[str, Any] = {_RESPONSE_FIELD[body.DESCRIPTOR.full_name]: body, "id": request_id}
-    return wire.Response(**fields).SerializeToString()
+    return _serialized(wire.Response, _RESPONSE_FIELD, _NESTED_RESPONSES, request_id, body)
 
 
 def response_frame(request_id: int, body: Message) -> bytes:
@@ -75,31 +95,104 @@ def response_frame(request_id: int, body: Message) -> bytes:
 
 def error_body(error: KvpoolError) -> wire.Error:
     """The message that carries `error` to the peer."""
-    return wire.Error(code=error.code, text=str(error))
+    text = str(error).encode(errors="backslashreplace").decode()
+    if len(text) > TEXT_MAX:
+        text = text[: TEXT_MAX - 1] + "…"
+    return wire.Error(code=error.code, text=text)
 
 
 def parse_request(body: bytes) -> wire.Request:
     """Raises `ProtocolError` if `body` is no Request."""
+    _check_nested(body, _NESTED_REQUESTS)
     try:
         return wire.Request.FromString(body)
-    except DecodeError as error:
+    except (DecodeError, UnicodeError) as error:
         raise ProtocolError(f"{len(body)} bytes are no request: {error}") from error
 
 
 def parse_response(body: bytes) -> tuple[int, Message]:
     """(request id, message). Raises `ProtocolError`, or the error that the peer reports about
-    the connection itself (id 0)."""
+    the connection itself (id 0).
+
+    A kind that this version does not know becomes an Error for the request that it answers; if it
+    answers none (id 0: a ping, news from a newer peer), it is returned as the Response itself.
+    """
+    _check_nested(body, _NESTED_RESPONSES)
     try:
         response = wire.Response.FromString(body)
-    except DecodeError as error:
+    except (DecodeError, UnicodeError) as error:
         raise ProtocolError(f"{len(body)} bytes are no response: {error}") from error
     kind = response.WhichOneof("body")
     if kind is None:
-        raise ProtocolError("the response is empty or of a kind that this version does not know")
+        unknown = ProtocolError("the response is of a kind that this version does not know")
+        return response.id, error_body(unknown) if response.id else response
     message: Message = getattr(response, kind)
     if response.id == 0 and kind == "error":
         raise from_code(response.error.code, response.error.text)
     return response.id, message
+
+
+def _serialized(
+    envelope: type[Message],
+    names: dict[str, str],
+    nested: frozenset[int],
+    request_id: int,
+    message: Message,
+) -> bytes:
+    name = names.get(message.DESCRIPTOR.full_name)
+    if name is None:
+        raise InvalidError(f"{message.DESCRIPTOR.name} is no kind of {envelope.DESCRIPTOR.name}")
+    fields: dict[str, Any] = {name: message, "id": request_id}
+    body = envelope(**fields).SerializeToString()
+    number = envelope.DESCRIPTOR.fields_by_name[name].number
+    if number in nested and len(body) > NESTED_MAX:
+        raise TooLargeError(
+            f"{message.DESCRIPTOR.name} has {len(body)} bytes; the limit is {NESTED_MAX}"
+        )
+    return body
+
+
+def _check_nested(body: bytes, nested: frozenset[int]) -> None:
+    """Refuses a large body with a field of `nested` before it is parsed. Raises `ProtocolError`.
+
+    Reads only the top level: tag (field number << 3 | wire type), then a value to skip.
+    """
+    if len(body) <= NESTED_MAX:
+        return
+    at = 0
+    for _ in range(_TOP_FIELDS_MAX):
+        tag, at = _varint(body, at)
+        if tag >> 32:
+            raise ProtocolError(f"a tag of {tag:#x}, over 32 bits")
+        if tag >> 3 in nested:
+            raise ProtocolError(
+                f"field {tag >> 3} in {len(body)} bytes; {NESTED_MAX} are allowed with it"
+            )
+        match tag & 7:
+            case 0:
+                _, at = _varint(body, at)
+            case 1:
+                at += 8
+            case 2:
+                nbytes, at = _varint(body, at)
+                at += nbytes
+            case 5:
+                at += 4
+            case wire_type:
+                raise ProtocolError(f"wire type {wire_type} in a large message")
+        if at >= len(body):
+            return
+    raise ProtocolError(f"a large message has more than {_TOP_FIELDS_MAX} fields")
+
+
+def _varint(body: bytes, at: int) -> tuple[int, int]:
+    """(value, end) of the varint at `at`, of at most 10 bytes. Raises `ProtocolError`."""
+    value = 0
+    for shift, byte in enumerate(body[at : at + 10]):
+        value |= (byte & 0x7F) << 7 * shift
+        if byte < 0x80:
+            return value, at + shift + 1
+    raise ProtocolError("a varint that does not end")
 
 
 class ServerSession:
@@ -118,11 +211,18 @@ class ServerSession:
         """
         if self.state is State.FAILED:
             return []
+        requests: list[wire.Request | None] = []
         try:
-            return [self._accept(body) for body in self._decoder.feed(data)]
+            self._decoder.push(data)
+            while (body := self._decoder.take(self._limit())) is not None:
+                requests.append(self._accept(body))
         except ProtocolError:
             self.state = State.FAILED
             raise
+        return requests
+
+    def _limit(self) -> int:
+        return HELLO_MAX if self.state is State.HELLO else frames.MAX_FRAME
 
     def _accept(self, body: bytes) -> wire.Request | None:
         if not body:
@@ -148,12 +248,19 @@ class ClientSession:
     def request(self, body: Message) -> tuple[int, bytes]:
         """(id, frame) of a request that wants a response. Raises `ProtocolError` out of turn."""
         request_id = self.number(body)
-        return request_id, request_frame(request_id, body)
+        try:
+            return request_id, request_frame(request_id, body)
+        except KvpoolError:
+            self.abandon(request_id)  # never sent, never answered
+            raise
 
     def number(self, body: Message) -> int:
         """The id under which `body` is sent and awaited. Raises `ProtocolError` out of turn."""
-        is_hello = isinstance(body, wire.Hello)
-        if is_hello is not (self.state is State.HELLO):
+        if isinstance(body, wire.Hello):
+            in_turn = self.state is State.HELLO and self._next_id == 1
+        else:
+            in_turn = self.state is State.READY
+        if not in_turn:
             raise ProtocolError(
                 f"{body.DESCRIPTOR.name} is out of turn in state {self.state.value}"
             )
@@ -168,14 +275,26 @@ class ClientSession:
 
     def receive(self, body: bytes) -> tuple[int, Message, bool]:
         """(id, message, wanted). Raises `ProtocolError` or the peer's connection error."""
-        request_id, message = parse_response(body)
+        try:
+            request_id, message = parse_response(body)
+            if isinstance(message, wire.Welcome):
+                self._welcome(message)
+        except KvpoolError:
+            self.state = State.FAILED
+            raise
         wanted = request_id in self.waiting
         self.waiting.discard(request_id)
-        if isinstance(message, wire.Welcome):
-            if not VERSION_MIN <= message.version <= VERSION_MAX:
-                raise VersionError(f"the daemon chose version {message.version}, not offered by us")
-            self.state = State.READY
         return request_id, message, wanted
+
+    def _welcome(self, message: wire.Welcome) -> None:
+        if self.state is not State.HELLO or self._next_id == 1:
+            raise ProtocolError(f"a Welcome is out of turn in state {self.state.value}")
+        if not VERSION_MIN <= message.version <= VERSION_MAX:
+            raise VersionError(
+                f"the daemon chose protocol version {message.version}; this side offered "
+                f"{VERSION_MIN}..{VERSION_MAX}"
+            )
+        self.state = State.READY
 
 
 def orphan_release(message: Message) -> Message | None:
