@@ -1,1 +1,32 @@
-"""What an engine embeds: sessions, publish and pull, the prefix helper."""
+"""The client: sessions that match, pull and publish KV. See `examples/embed.py`."""
+
+from kvpool.client.api import Client, Publication, Session, connect
+from kvpool.client.local import LocalStore
+from kvpool.client.prefix import usable_prefix
+from kvpool.client.results import Borrow, Explanation, Match, Publish, Pull
+from kvpool.proto.keys import Extra
+from kvpool.proto.layout import Part, Plane, native, portable
+from kvpool.proto.namespace import Namespace
+from kvpool.proto.outcomes import Outcome, Reason
+
+__all__ = [
+    "Borrow",
+    "Client",
+    "Explanation",
+    "Extra",
+    "LocalStore",
+    "Match",
+    "Namespace",
+    "Outcome",
+    "Part",
+    "Plane",
+    "Publication",
+    "Publish",
+    "Pull",
+    "Reason",
+    "Session",
+    "connect",
+    "native",
+    "portable",
+    "usable_prefix",
+]

@@ -170,11 +170,19 @@ class SessionCore:
 
     # ---- opening
 
-    def open(self) -> Steps[None]:
-        yield from self.client.ensure()
-        assert self.client.welcome is not None
-        yield from self.reopen(self.client.welcome)
+    def join(self) -> Steps[None]:
+        """Opens the namespace, now or (if the store is away) whenever the client connects."""
         self.client.sessions.add(self)
+        try:
+            yield from self.client.ensure()
+            if not self.id:
+                assert self.client.welcome is not None
+                yield from self.reopen(self.client.welcome)
+        except UnreachableError:
+            return
+        except BaseException:
+            self.client.sessions.discard(self)
+            raise
 
     def reopen(self, welcome: wire.Welcome) -> Steps[None]:
         digest = self.namespace.digest(welcome.tenant)
@@ -240,15 +248,11 @@ class SessionCore:
             return Match(self, keys, outcome=Outcome.BUSY, error=str(error))
         return self._matched(keys, matched, mask)
 
-    def adopt(
-        self, lease: bytes, keys: bytes, parts: tuple[str, ...] | None
-    ) -> Steps[Match]:
+    def adopt(self, lease: bytes, keys: bytes, parts: tuple[str, ...] | None) -> Steps[Match]:
         """Joins the holders of a lease that another session handed over, with its keys."""
         mask = self.namespace.part_mask(parts)
         try:
-            matched: wire.Matched = yield from self.client.call(
-                wire.Adopt(lease=lease, parts=mask)
-            )
+            matched: wire.Matched = yield from self.client.call(wire.Adopt(lease=lease, parts=mask))
         except (UnreachableError, StaleError) as error:
             return Match(self, keys, outcome=Outcome.UNREACHABLE, error=str(error))
         except BusyError as error:
@@ -376,9 +380,7 @@ class SessionCore:
                 continue
             extent = regions.view(address, form.extent_bytes)
             key = key_at(match.keys, first + i)
-            outcome, verified = form.deliver(
-                extent, key, generation, selection, targets[i], verify
-            )
+            outcome, verified = form.deliver(extent, key, generation, selection, targets[i], verify)
             # A copy that ended after its lease is refused, although nobody has reused the extent.
             late = time.monotonic() >= match.deadline
             outcomes[i] = Outcome.EXPIRED if late else outcome
@@ -479,9 +481,7 @@ class SessionCore:
         verdict: wire.Verdict = yield Call(wire.Delete(namespace=self.id, keys=keys))
         return [Outcome(o) for o in verdict.outcomes]
 
-    def explain(
-        self, prompt: Prompt, extras: Sequence[Extra] | None
-    ) -> Steps[list[Explanation]]:
+    def explain(self, prompt: Prompt, extras: Sequence[Extra] | None) -> Steps[list[Explanation]]:
         yield from self.client.ensure()
         keys = self.keys(prompt, extras)
         if not keys:

@@ -67,9 +67,7 @@ class PartFormat:
     @classmethod
     def of(cls, namespace: Namespace, digest: bytes, number: int) -> PartFormat:
         part = namespace.parts[number]
-        return cls(
-            digest, namespace.layout_id, number, part, prologue_bytes(part), part.offsets()
-        )
+        return cls(digest, namespace.layout_id, number, part, prologue_bytes(part), part.offsets())
 
     @property
     def extent_bytes(self) -> int:
@@ -102,6 +100,18 @@ class PartFormat:
             if not self._intact(planes, sums, selection.planes, key):
                 return Outcome.CORRUPT, True
         return Outcome.HIT, sums is not None
+
+    def verify_landed(
+        self, head: Bytes, key: bytes, selection: Selection, into: Destination
+    ) -> tuple[Outcome, bool]:
+        """As `deliver` for bytes that came over a stream; a plane that is cut stays unverified."""
+        sums = self._sums(head, key, None)
+        if isinstance(sums, str):
+            return Outcome.CORRUPT, True
+        if sums is None or not selection.whole:
+            return Outcome.HIT, False
+        intact = self._intact(_planes_of(selection, into), sums, selection.planes, key)
+        return (Outcome.HIT if intact else Outcome.CORRUPT), True
 
     def _sums(self, extent: Bytes, key: bytes, generation: int | None) -> object:
         return read_prologue(
@@ -143,9 +153,7 @@ class PartFormat:
         sums = plane_sums(payload, self.starts, sum_seed(key, self.number)) if checksum else None
         self.head(extent, key, generation, sums)
 
-    def head(
-        self, target: Bytes, key: bytes, generation: int, sums: Sequence[int] | None
-    ) -> None:
+    def head(self, target: Bytes, key: bytes, generation: int, sums: Sequence[int] | None) -> None:
         """Writes the prologue at the start of `target`."""
         write_prologue(
             target,

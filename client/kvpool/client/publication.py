@@ -40,7 +40,13 @@ class Publishing:
     """A publication in progress; the API classes drive it. One part, chunks [first, first + n)."""
 
     def __init__(
-        self, session: SessionCore, keys: bytes, first: int, count: int, part: str | None, check: bool
+        self,
+        session: SessionCore,
+        keys: bytes,
+        first: int,
+        count: int,
+        part: str | None,
+        check: bool,
     ) -> None:
         namespace = session.namespace
         if part is None and len(namespace.parts) > 1:
@@ -254,14 +260,14 @@ def publish(
     return Publish(state.outcomes, state.nbytes, time.monotonic() - started, state.text)
 
 
-def _publish_batch(
-    state: Publishing, start: int, payloads: Sequence[object]
-) -> Steps[bool]:
+def _publish_batch(state: Publishing, start: int, payloads: Sequence[object]) -> Steps[bool]:
     """False if the chain is cut, so that later chunks cannot be stored either."""
     chunks = range(start, start + len(payloads))
     nbytes = state.form.starts[-1] * len(payloads)
     if state._remote:
-        yield from state.stream(chunks, [_extent_pieces(state, c, p) for c, p in zip(chunks, payloads, strict=True)])
+        yield from state.stream(
+            chunks, [_extent_pieces(state, c, p) for c, p in zip(chunks, payloads, strict=True)]
+        )
     else:
         yield from state.reserve(start, start + len(payloads), 0.0)
 
