@@ -1,0 +1,1 @@
+"""Benches, trace replay and the reference engine."""
