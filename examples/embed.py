@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvpool.client import Namespace, Outcome, connect, portable
+from kvpool.client import Namespace, connect, portable
 
 LAYERS, HEADS, DIM, CHUNK = 4, 2, 64, 64
 namespace = Namespace(
@@ -37,4 +37,4 @@ with connect() as client:  # or connect("unix:/run/user/1000/kvpool/kvpool.sock"
         assert session.pull(match, layer, layers=["layer.2"]).ok
         view = session.borrow(match).views[0]  # no copy at all, read-only
         assert np.array_equal(view.view(np.float32).reshape(kv[0].shape), kv[0])
-    print(session.explain(prompt)[0], Outcome.HIT)
+    print(session.explain(prompt)[0].tier)

@@ -1,5 +1,6 @@
 """The client: sessions that match, pull and publish KV. See `examples/embed.py`."""
 
+from kvpool.client.aio import AsyncClient, AsyncPublication, AsyncSession, connect_async
 from kvpool.client.api import Client, Publication, Session, connect
 from kvpool.client.local import LocalStore
 from kvpool.client.prefix import usable_prefix
@@ -10,6 +11,9 @@ from kvpool.proto.namespace import Namespace
 from kvpool.proto.outcomes import Outcome, Reason
 
 __all__ = [
+    "AsyncClient",
+    "AsyncPublication",
+    "AsyncSession",
     "Borrow",
     "Client",
     "Explanation",
@@ -26,6 +30,7 @@ __all__ = [
     "Reason",
     "Session",
     "connect",
+    "connect_async",
     "native",
     "portable",
     "usable_prefix",

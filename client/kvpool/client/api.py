@@ -14,9 +14,9 @@ from kvpool.client.core import DEADLINE_S, ClientCore, Prompt, SessionCore
 from kvpool.client.effects import Steps
 from kvpool.client.link import BlockingLink, SocketCarrier
 from kvpool.client.local import LocalCarrier, LocalStore
-from kvpool.client.publication import Publishing, publish
+from kvpool.client.publication import Publishing, open_publication, publish
 from kvpool.client.results import Borrow, Explanation, Match, Outcomes, Publish, Pull
-from kvpool.proto.errors import BusyError, InvalidError
+from kvpool.proto.errors import InvalidError
 from kvpool.proto.keys import Extra
 from kvpool.proto.namespace import Namespace
 from kvpool.proto.outcomes import Outcome
@@ -104,8 +104,7 @@ class Client:
         end = time.monotonic() + self.deadline_s
         while self.core.copies and time.monotonic() < end:
             time.sleep(0.001)
-        if self.core.copies:
-            raise BusyError(f"{self.core.copies} copies are still running; close when they ended")
+        self.core.check_idle()
         self._link.close()
         if self.core.data is not None:
             self.core.data.close()
@@ -266,14 +265,7 @@ class Session:
         deadline_s: float | None = None,
     ) -> bool:
         """Tells the future of a chain, one-way; False if the store is away."""
-        fields = {
-            "will_continue": -1.0 if will_continue is None else float(will_continue),
-            "gap_s": -1.0 if gap_s is None else gap_s,
-            "ttl_ms": int(ttl_s * 1000),
-            "ended": ended,
-            "stop_reason": stop_reason,
-            "priority": priority,
-        }
+        fields = hint_fields(will_continue, gap_s, ttl_s, ended, stop_reason, priority)
         return self._client.run(self.core.hint(prompt, extras, fields), deadline_s)
 
     def pin(
@@ -365,15 +357,13 @@ class Publication:
 
     def write(self, chunk: int, payload: object) -> None:
         """A whole chunk: one buffer, or a list of plane buffers."""
-        self._session.run(self._bulk(partial(self.state.fill, chunk, payload)), self._deadline_s)
+        fill = partial(self.state.fill, chunk, payload)
+        self._session.run(self.state.bulk(fill), self._deadline_s)
 
     def write_layer(self, chunk: int, layer: str, buffer: object) -> None:
         """One plane of a chunk, by name; the last one completes the chunk."""
         fill = partial(self.state.fill_layer, chunk, layer, buffer)
-        self._session.run(self._bulk(fill), self._deadline_s)
-
-    def _bulk(self, function: Any) -> Steps[None]:
-        yield from self._session.core.client.bulk(function, 0)
+        self._session.run(self.state.bulk(fill), self._deadline_s)
 
     def commit(self) -> Outcomes:
         """Makes all complete chunks visible; outcomes of all chunks."""
@@ -395,24 +385,20 @@ class Publication:
         self.abort()
 
 
-def open_publication(
-    session: SessionCore,
-    prompt: Prompt,
-    first: int,
-    count: int | None,
-    extras: Sequence[Extra] | None,
-    part: str | None,
-    checksum: bool,
-    lease_s: float,
-) -> Steps[Publishing]:
-    """Reserves all chunks of a publication, in batches."""
-    yield from session.client.ensure()
-    keys = session.keys(prompt, extras)
-    if count is None:
-        count = max(0, len(keys) // 32 - first)
-    state = Publishing(session, keys, first, count, part, checksum)
-    assert session.client.welcome is not None
-    batch = session.client.welcome.reserve_max
-    for start in range(0, count, batch):
-        yield from state.reserve(start, min(start + batch, count), lease_s)
-    return state
+def hint_fields(
+    will_continue: float | bool | None = None,
+    gap_s: float | None = None,
+    ttl_s: float = 0.0,
+    ended: bool = False,
+    stop_reason: str = "",
+    priority: int = 0,
+) -> dict[str, Any]:
+    """The members of a Hint message; what is unknown is negative, zero or empty there."""
+    return {
+        "will_continue": -1.0 if will_continue is None else float(will_continue),
+        "gap_s": -1.0 if gap_s is None else gap_s,
+        "ttl_ms": int(ttl_s * 1000),
+        "ended": ended,
+        "stop_reason": stop_reason,
+        "priority": priority,
+    }

@@ -32,7 +32,7 @@ from kvpool.client.results import TIERS, Borrow, Explanation, Match, Pull
 from kvpool.client.streaming import DataLink
 from kvpool.proto import session as protocol
 from kvpool.proto import wire_pb2 as wire
-from kvpool.proto.errors import BusyError, InvalidError, KvpoolError, StaleError, UnreachableError
+from kvpool.proto.errors import BusyError, InvalidError, StaleError, UnreachableError
 from kvpool.proto.keys import KEY_BYTES, Extra, Tokens, foreign_keys
 from kvpool.proto.namespace import Namespace
 from kvpool.proto.outcomes import Outcome, Reason
@@ -130,6 +130,11 @@ class ClientCore:
             return (yield Work(function, nbytes))
         finally:
             self.copies -= 1
+
+    def check_idle(self) -> None:
+        """Raises `BusyError` while copies run: closing now would give their extents away."""
+        if self.copies:
+            raise BusyError(f"{self.copies} copies are still running; close when they have ended")
 
     def release(self, serial: int, lease: bytes) -> None:
         """One-way; a lease of an earlier connection has ended with it."""
@@ -347,13 +352,15 @@ class SessionCore:
                 outcomes,
                 verify,
             )
-            return (yield from self.client.bulk(fetch, nbytes))
+            fetched: int = yield from self.client.bulk(fetch, nbytes)
+            return fetched
         extents = match.extents[first : first + len(selections), column].tolist()
         regions = yield from self.client.attach(max(a for a, _ in extents), writable=False)
         copy = partial(
             self._copy_out, regions, match, number, first, extents, selections, targets, outcomes
         )
-        return (yield from self.client.bulk(partial(copy, verify), nbytes))
+        copied: int = yield from self.client.bulk(partial(copy, verify), nbytes)
+        return copied
 
     def _copy_out(
         self,
@@ -506,6 +513,3 @@ class SessionCore:
             )
             for i in range(len(told.outcomes))
         ]
-
-
-__all__ = ["ClientCore", "KvpoolError", "SessionCore"]

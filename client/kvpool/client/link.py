@@ -156,7 +156,7 @@ class BlockingLink:
             while True:
                 try:
                     result = self._perform(effect, end)
-                except Exception as error:
+                except BaseException as error:
                     effect = steps.throw(error)
                 else:
                     effect = steps.send(result)

@@ -23,7 +23,7 @@ class LocalStore:
 
     def __init__(self, capacity: int, *, chunks: int = 0, policy: str = "lru") -> None:
         """`capacity` in bytes, taken page by page as it is written."""
-        from kvpool.store.embedded import embedded_service  # noqa: PLC0415
+        from kvpool.store.embedded import embedded_service
 
         self.service: Service = embedded_service(capacity, chunks=chunks, policy=policy)
         self.lock = threading.Lock()
@@ -52,7 +52,7 @@ class LocalCarrier:
     def dial(self, deadline: float) -> None:
         if self._forked:
             raise StaleError(
-                "an embedded store does not cross fork(); connect() in this process, or use a daemon"
+                "an embedded store does not cross fork(); connect() anew here, or use a daemon"
             )
         self.close()
         self._connection = self._store.service.connect(local=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -74,7 +74,7 @@ class Publishing:
         return self.session.formats[self.number]
 
     @property
-    def _remote(self) -> bool:
+    def remote(self) -> bool:
         welcome = self.session.client.welcome
         return welcome is not None and not welcome.mapped
 
@@ -90,7 +90,7 @@ class Publishing:
 
     def reserve(self, start: int, stop: int, lease_s: float) -> Steps[None]:
         """Room for chunks [start, stop); those without get their outcome."""
-        if self._remote:
+        if self.remote:
             for chunk in range(start, stop):
                 staged = np.empty(self.form.extent_bytes, np.uint8)
                 self._slots[chunk] = _Slot(b"", chunk, 0, staged)
@@ -139,6 +139,10 @@ class Publishing:
             self.form.fill(slot.extent, key, slot.generation, planes, self.checksum)
             slot.written = set(range(len(self.form.part.planes)))
 
+    def bulk(self, function: Callable[[], None]) -> Steps[None]:
+        """Runs one of the fills as a copy that the connection outlives."""
+        yield from self.session.client.bulk(function, 0)
+
     def fill_layer(self, chunk: int, layer: str, buffer: object) -> None:
         """Writes one plane of a chunk."""
         form = self.form
@@ -158,7 +162,7 @@ class Publishing:
         """Makes all complete chunks visible, in chain order; the outcomes of all so far."""
         whole = len(self.form.part.planes)
         ready = [c for c, slot in sorted(self._slots.items()) if len(slot.written) == whole]
-        if self._remote:
+        if self.remote:
             yield from self._store_staged(ready)
         else:
             for lease in dict.fromkeys(self._slots[c].lease for c in ready):
@@ -264,7 +268,7 @@ def _publish_batch(state: Publishing, start: int, payloads: Sequence[object]) ->
     """False if the chain is cut, so that later chunks cannot be stored either."""
     chunks = range(start, start + len(payloads))
     nbytes = state.form.starts[-1] * len(payloads)
-    if state._remote:
+    if state.remote:
         yield from state.stream(
             chunks, [_extent_pieces(state, c, p) for c, p in zip(chunks, payloads, strict=True)]
         )
@@ -291,3 +295,26 @@ def _extent_pieces(state: Publishing, chunk: int, payload: object) -> list[Bytes
     key = state.key(chunk)
     form.head(head, key, 0, form.sums_of(planes, key) if state.checksum else None)
     return [head, *planes]
+
+
+def open_publication(
+    session: SessionCore,
+    prompt: Prompt,
+    first: int,
+    count: int | None,
+    extras: Sequence[Extra] | None,
+    part: str | None,
+    checksum: bool,
+    lease_s: float,
+) -> Steps[Publishing]:
+    """Reserves all chunks of a publication, in batches."""
+    yield from session.client.ensure()
+    keys = session.keys(prompt, extras)
+    if count is None:
+        count = max(0, len(keys) // KEY_BYTES - first)
+    state = Publishing(session, keys, first, count, part, checksum)
+    assert session.client.welcome is not None
+    batch = session.client.welcome.reserve_max
+    for start in range(0, count, batch):
+        yield from state.reserve(start, min(start + batch, count), lease_s)
+    return state
