@@ -1,7 +1,7 @@
 """The DRAM behind one store: memfd regions that appear one after another.
 
-Growth is a generator of steps, so that the daemon's timer, and not this module, decides when the
-next pages are taken; before each step the caller-given check may refuse with figures.
+Growth is a generator of steps, so that the daemon, and not this module, decides when and where
+the next pages are taken; before each step the caller-given check may refuse with figures.
 """
 
 from __future__ import annotations
@@ -47,24 +47,34 @@ class Pool:
         """The regions that the store may hand out, in address order."""
         return self.memory.regions[: self.store.regions]
 
-    def grow(self, check: Callable[[int], None]) -> Iterator[int]:
-        """Takes the whole capacity step by step and yields the bytes that are ready.
+    @property
+    def room(self) -> int:
+        """Bytes of the regions that are still to come."""
+        missing = self.capacity // self.region_bytes - self.store.regions
+        return missing * self.region_bytes
 
-        `check(nbytes)` is called before each step and raises to stop. A region is announced to
-        the store when all of its pages are there.
+    def build_region(self, check: Callable[[int], None], populate: bool) -> Iterator[int]:
+        """Makes the next region and yields how many of its bytes are there. Blocks; may run
+        beside the store's thread, which then calls `announce`.
+
+        `check(nbytes)` is called before bytes are taken and raises to refuse. If that, or the
+        system, ends it early, what was taken is given back.
         """
-        done = 0
-        while done + self.region_bytes <= self.capacity:
-            region = self.memory.create_region(self.region_bytes)
-            steps = region.populate(STEP_BYTES)
-            while True:
-                check(min(STEP_BYTES, self.region_bytes))
-                if (populated := next(steps, None)) is None:
-                    break
-                yield done + populated
-            self.store.add_region()
-            done += self.region_bytes
-            yield done
+        check(self.region_bytes)
+        region = self.memory.create_region(self.region_bytes)
+        try:
+            steps = region.populate(STEP_BYTES) if populate else iter((self.region_bytes,))
+            for done in steps:
+                yield done
+                if missing := self.region_bytes - done:
+                    check(min(STEP_BYTES, missing))
+        except BaseException:
+            self.memory.drop_region(region.region)
+            raise
+
+    def announce(self) -> None:
+        """The next region may be handed out."""
+        self.store.add_region()
 
     def grow_lazily(self) -> None:
         """Announces the whole capacity now; pages are taken as they are written."""

@@ -1,0 +1,96 @@
+"""A blocking caller of the daemon, for the daemon's own processes and threads."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from google.protobuf.message import Message
+
+from kvpool.proto import session as protocol
+from kvpool.proto import wire_pb2 as wire
+from kvpool.proto.errors import ProtocolError, from_code
+from kvpool.transfer.descriptors import map_regions, receive_descriptors
+from kvpool.transfer.memory import MappedRegion
+from kvpool.transfer.sockets import connect
+from kvpool.transfer.stream import Stream, dial
+
+DEADLINE_S = 5.0
+
+
+class Caller:
+    """One connection, one request at a time.
+
+    Every call raises what the daemon reports, `DeadlineError` after `deadline_s` and
+    `UnreachableError`; after one of these two the connection is of no use any more.
+    """
+
+    def __init__(self, address: str, hello: wire.Hello, deadline_s: float = DEADLINE_S) -> None:
+        self._deadline_s = deadline_s
+        self._session = protocol.ClientSession()
+        self.stream = dial(address, deadline_s)
+        try:
+            welcome = self.call(hello)
+        except BaseException:
+            self.stream.close()
+            raise
+        assert isinstance(welcome, wire.Welcome)
+        self.welcome = welcome
+
+    def call(self, body: Message) -> Message:
+        """The response to `body`."""
+        request_id = self._session.number(body)
+        self.stream.send(protocol.request_body(request_id, body), deadline=self._deadline_s)
+        message = self.receive(request_id)
+        if isinstance(message, wire.Error):
+            raise from_code(message.code, message.text)
+        return message
+
+    def receive(self, request_id: int) -> Message:
+        """The next response. Raises `ProtocolError` if it is not to `request_id`."""
+        answer = self.stream.receive(deadline=self._deadline_s)
+        answer_id, message, _ = self._session.receive(answer)
+        if answer_id != request_id:
+            raise ProtocolError(f"an answer to request {answer_id} instead of {request_id}")
+        return message
+
+    def notify(self, body: Message) -> None:
+        """Sends without wanting a response."""
+        self.stream.send(protocol.request_body(0, body), deadline=self._deadline_s)
+
+    def attach(self, writable: bool) -> tuple[int, list[MappedRegion]]:
+        """(bytes per region, all regions that there are now, mapped)."""
+        attached = self.call(wire.Attach(writable=writable))
+        assert isinstance(attached, wire.Attached)
+        end = time.monotonic() + self._deadline_s
+        sock = connect(self.welcome.attach_address, self._deadline_s)
+        with Stream(sock, exact=True) as stream:
+            stream.send(attached.token, deadline=self._deadline_s)
+            answer = stream.receive(deadline=self._deadline_s)
+            if answer != b"ok":
+                protocol.parse_response(answer)  # raises the daemon's refusal
+                raise ProtocolError("the descriptor socket answered with something else")
+            passed = receive_descriptors(sock, max(end - time.monotonic(), 0.001))
+        return attached.region_bytes, map_regions(sorted(passed, key=lambda one: one.region.id))
+
+    def close(self) -> None:
+        self.stream.close()
+
+    def __enter__(self) -> Caller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def hello(token: str, client: str, worker: bytes = b"") -> wire.Hello:
+    """The Hello of this process."""
+    return wire.Hello(
+        version_min=protocol.VERSION_MIN,
+        version_max=protocol.VERSION_MAX,
+        features=sorted(protocol.FEATURES),
+        token=token,
+        client=client,
+        pid=os.getpid(),
+        worker=worker,
+    )

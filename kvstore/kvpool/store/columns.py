@@ -1,0 +1,69 @@
+"""The store's answers as messages: bulk results are columns of packed little-endian arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvpool.proto import wire_pb2 as wire
+from kvpool.proto.errors import InvalidError
+from kvpool.proto.outcomes import Outcome
+from kvpool.store.store import Explanation, Match
+
+KEYS_MAX = 1 << 17
+"""Keys per request."""
+DRAM = 2
+"""Number of the DRAM tier in Explained."""
+
+
+def matched(match: Match) -> wire.Matched:
+    """The answer to Match and Adopt."""
+    return wire.Matched(
+        hits=match.hits,
+        miss_outcome=match.outcome,
+        miss_reason=match.reason,
+        lease=match.lease,
+        lease_ms=int(match.lease_s * 1000),
+        extents=match.extents,
+    )
+
+
+def verdict(outcomes: Sequence[Outcome]) -> wire.Verdict:
+    """One outcome per item asked for."""
+    return wire.Verdict(outcomes=bytes(outcomes))
+
+
+def items(packed: bytes) -> list[int] | None:
+    """Item numbers; None (all) if `packed` is empty. Raises `InvalidError`."""
+    if len(packed) % 4:
+        raise InvalidError(f"{len(packed)} bytes of item numbers are no multiple of 4")
+    return np.frombuffer(packed, "<u4").tolist() if packed else None
+
+
+def check_keys(keys: bytes) -> None:
+    """Raises `InvalidError` above `KEYS_MAX`."""
+    if len(keys) > 32 * KEYS_MAX:
+        raise InvalidError(
+            f"{len(keys) // 32} keys exceed the limit of {KEYS_MAX}; split the batch"
+        )
+
+
+def explained(found: Sequence[Explanation]) -> wire.Explained:
+    """The answer to Explain."""
+    return wire.Explained(
+        outcomes=bytes(e.outcome for e in found),
+        reasons=bytes(e.reason for e in found),
+        tiers=bytes(DRAM if e.parts else 0 for e in found),
+        nbytes=np.array([e.nbytes for e in found], "<u8").tobytes(),
+        parts=np.array([e.parts for e in found], "<u8").tobytes(),
+        leases=np.array([e.leases for e in found], "<u4").tobytes(),
+        pins=np.array([e.pins for e in found], "<u4").tobytes(),
+        age_ms=np.array([e.age_s * 1000 for e in found]).astype("<u8").tobytes(),
+        children=np.array([e.children for e in found], "<u4").tobytes(),
+    )
+
+
+def key_page(keys: bytes, namespaces: Sequence[int], cursor: int) -> wire.KeyPage:
+    """The answer to Keys."""
+    return wire.KeyPage(keys=keys, namespaces=np.array(namespaces, "<u4").tobytes(), cursor=cursor)

@@ -1,0 +1,151 @@
+"""The daemon's control port: frames over Unix and TCP sockets on the event loop.
+
+    open ──hello──► serving ──fault──► deaf (memory attached) ──EOF──► closed
+      │                │  └───fault, nothing attached──────────────────► closed
+      └──deadline──────┴──────────────────────────────────────EOF──────► closed
+
+A client that has mapped the memory may be copying at any time. Whatever it does wrong, what it
+holds is given back only when it closes its end, which it does after its last copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+from kvpool.proto import frames
+from kvpool.proto import session as protocol
+from kvpool.proto import wire_pb2 as wire
+from kvpool.proto.errors import BusyError, DeadlineError, KvpoolError
+from kvpool.store.service import Service
+
+log = logging.getLogger("kvpool")
+
+HELLO_DEADLINE_S = 10.0
+CONNECTIONS_MAX = 4096
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
+"""A TCP peer that has vanished is noticed after a minute (seconds; the last in milliseconds)."""
+
+
+class Control:
+    """All control connections of a daemon; a factory of protocols for the loop's servers."""
+
+    def __init__(
+        self,
+        service: Service,
+        connections_max: int = CONNECTIONS_MAX,
+        hello_deadline_s: float = HELLO_DEADLINE_S,
+    ) -> None:
+        self.service = service
+        self.connections_max = connections_max
+        self.hello_deadline_s = hello_deadline_s
+        self.open: set[ControlProtocol] = set()
+        self.refused = 0
+
+    def __call__(self) -> ControlProtocol:
+        return ControlProtocol(self)
+
+    def close(self) -> None:
+        """Ends all connections, after the daemon's last answer on each."""
+        for connection in list(self.open):
+            connection.close()
+
+
+class ControlProtocol(asyncio.Protocol):
+    """One control connection."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._session = protocol.ServerSession()
+        self._deaf = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        control = self._control
+        sock = transport.get_extra_info("socket")
+        local = sock.family == socket.AF_UNIX
+        host = "" if local else transport.get_extra_info("sockname")[0]
+        self._connection = control.service.connect(local=local, host=host)
+        self._hello_timer = asyncio.get_running_loop().call_later(
+            control.hello_deadline_s, self._hello_is_late
+        )
+        control.open.add(self)
+        if not local:
+            _keep_alive(sock)
+        if len(control.open) > control.connections_max:
+            control.refused += 1
+            self._fail(BusyError(f"{control.connections_max} connections are open already"))
+
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
+        try:
+            requests = self._session.receive(data)
+        except KvpoolError as error:
+            self._control.service.counters.protocol_faults += 1
+            log.warning("%s: %s", self._name, error)
+            self._fail(error)
+            return
+        answers = [self._answer(request) for request in requests]
+        self._transport.write(b"".join(answers))
+        if self._connection.welcomed:
+            self._hello_timer.cancel()
+        elif any(requests):  # Hello was refused, and there is no second one
+            self._hello_timer.cancel()
+            self.close()
+
+    def _answer(self, request: wire.Request | None) -> bytes:
+        if request is None:
+            return frames.PING
+        answer = self._connection.handle(request)
+        if answer is None:
+            return b""
+        try:
+            return protocol.response_frame(request.id, answer)
+        except KvpoolError as error:  # the answer exceeds a frame
+            return protocol.response_frame(request.id, protocol.error_body(error))
+
+    @property
+    def _name(self) -> str:
+        return f"client {self._connection.client or '?'} (pid {self._connection.pid or '?'})"
+
+    def _hello_is_late(self) -> None:
+        self._fail(DeadlineError(f"no Hello within {self._control.hello_deadline_s} s"))
+
+    def _fail(self, error: KvpoolError) -> None:
+        """Tells the peer and hears it no more."""
+        self._deaf = True
+        self._hello_timer.cancel()
+        self._transport.write(protocol.response_frame(0, protocol.error_body(error)))
+        if not self._connection.attached:
+            self._transport.close()
+        else:
+            self._transport.resume_reading()  # to notice when it closes its end
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def pause_writing(self) -> None:
+        # A peer that does not read its answers gets no more of them made.
+        if not self._deaf:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if not self._deaf and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def eof_received(self) -> bool:
+        return False  # close
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._hello_timer.cancel()
+        self._control.open.discard(self)
+        self._connection.close()
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE.items():
+        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
