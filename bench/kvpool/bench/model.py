@@ -93,6 +93,22 @@ def load_model(path: Path, *, block_tokens: int = 128) -> Model:
     Raises `InvalidError` for a file that is no such model, `ModelUnavailable` without the packages
     `gguf` and `tokenizers`.
     """
+    reader, metadata = _read(path)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    config = _config_of(metadata)
+    llama = Llama(config, _weights_of(config, tensors), block_tokens=block_tokens)
+    with path.open("rb") as file:
+        revision = hashlib.file_digest(file, "sha256").hexdigest()
+    return Model(path.stem, revision, llama, BpeTokenizer(metadata))
+
+
+def load_tokenizer(path: Path) -> BpeTokenizer:
+    """Only the tokenizer of a GGUF file; errors as `load_model`."""
+    return BpeTokenizer(_read(path)[1])
+
+
+def _read(path: Path) -> tuple[GGUFReader, dict[str, Any]]:
+    """The file's reader, and its fields by name."""
     try:
         import tokenizers  # noqa: F401 - looked for now: reading the file takes a second
         from gguf import GGUFReader  # noqa: F401
@@ -104,12 +120,7 @@ def load_model(path: Path, *, block_tokens: int = 128) -> Model:
         except (OSError, ValueError) as error:
             raise InvalidError(f"{path} is no readable GGUF file: {error}") from error
         metadata = {name: field.contents() for name, field in reader.fields.items()}
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    config = _config_of(metadata)
-    llama = Llama(config, _weights_of(config, tensors), block_tokens=block_tokens)
-    with path.open("rb") as file:
-        revision = hashlib.file_digest(file, "sha256").hexdigest()
-    return Model(path.stem, revision, llama, BpeTokenizer(metadata))
+    return reader, metadata
 
 
 def _open_gguf(path: Path) -> GGUFReader:

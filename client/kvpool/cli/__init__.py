@@ -12,8 +12,14 @@ import click
 from kvpool.proto.errors import InvalidError, KvpoolError
 
 COMMANDS = {
+    "clear": "kvpool.cli.clear:clear",
     "config": "kvpool.cli.config:config",
+    "explain": "kvpool.cli.explain:explain",
+    "keys": "kvpool.cli.keys:keys",
+    "ping": "kvpool.cli.ping:ping",
+    "rm": "kvpool.cli.rm:rm",
     "serve": "kvpool.cli.serve:serve",
+    "status": "kvpool.cli.status:status",
 }
 
 EXIT_THEIRS = 1

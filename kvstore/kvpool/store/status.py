@@ -34,6 +34,7 @@ def _namespace_status(known: KnownNamespace) -> dict[str, Any]:
         "id": known.id,
         "tenant": known.tenant,
         "digest": known.digest.hex(),
+        "record": known.namespace.to_record().SerializeToString(deterministic=True).hex(),
         "model": known.namespace.model,
         "chunk_tokens": known.namespace.chunk_tokens,
         "layout_id": f"{known.namespace.layout_id:016x}",

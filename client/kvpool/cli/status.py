@@ -1,0 +1,43 @@
+"""`kvpool status`: what the daemon holds and does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from kvpool.cli.store import reach, show, size, store_options
+
+
+@click.command()
+@store_options
+def status(address: str | None, token: str, timeout: float, as_json: bool) -> None:
+    """Show capacity, what holds it, namespaces, counters and warnings."""
+    with reach(address, token, timeout) as client:
+        report = client.status()
+    show(as_json, report, lambda: list(_lines(report)))
+
+
+def _lines(report: dict[str, Any]) -> Iterator[str]:
+    state = "draining" if report["draining"] else "serving"
+    yield f"{state}, tenant {report['tenant']}, {report['connections']} connections"
+    for name, domain in report["domains"].items():
+        held = domain["bytes"]
+        yield (
+            f"domain {name}: {size(held['stored'])} stored of {size(held['total'])}, "
+            f"{domain['chunks']} chunks (at most {domain['chunks_max']}), policy {domain['policy']}"
+        )
+        yield "  " + ", ".join(
+            f"{word} {size(held[word])}"
+            for word in ("leased", "pinned", "evictable", "writing", "quarantined")
+        )
+        yield "  " + ", ".join(f"{k} {v}" for k, v in domain["counters"].items() if v)
+        for space in domain["namespaces"]:
+            yield (
+                f"  namespace {space['id']}: {space['digest'][:16]} {space['model']}, "
+                f"{space['chunk_tokens']} tokens and {size(space['chunk_bytes'])} a chunk, "
+                f"{space['published']} published, {space['hit_chunks']} hit"
+            )
+        for warning in domain["warnings"]:
+            yield f"  warning: {warning}"
