@@ -13,7 +13,8 @@
 
 The digest is cut to 24 bytes here; the key beside it already commits to all 32. The payload starts
 at a page when it is at least 64 KiB (direct I/O, page-aligned views), else at 64 bytes. The sums
-are seeded with key and part, so bytes of another chunk or part never pass.
+are seeded with key and part, so bytes of another chunk or part never pass. Unknown flags and header
+bytes that should be zero are refused; the zeros before the payload are written, but not looked at.
 """
 
 from __future__ import annotations
