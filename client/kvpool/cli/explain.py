@@ -36,7 +36,7 @@ def explain(
     text: str | None,
     model: str | None,
 ) -> None:
-    """Show for each chunk of a prompt: key, tier, bytes, parts, leases and age, or why it misses."""
+    """Show each chunk of a prompt: key, tier, bytes, parts, leases and age, or why it misses."""
     prompt = prompt_tokens(tokens, text, model)
     with reach(address, token, timeout) as client:
         session = client.open(known_namespace(client, namespace))
