@@ -7,10 +7,11 @@ takes no part in any transfer. Peers map them (`MappedRegion`) and copy.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvpool.proto.errors import InvalidError, KvpoolError, StaleError, UnreachableError
 from kvpool.transfer.base import (
@@ -78,6 +79,9 @@ class ShmEndpoint:
 
     def __init__(self, regions: Iterable[MappedRegion]) -> None:
         """Takes over `regions`."""
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._moving = 0
         self._regions: dict[int, MappedRegion] | None = {}
         self._meter = Meter(latency_s=2e-6, bytes_per_s=10e9, cpu_s_per_byte=1e-10)
         self.add(regions)
@@ -119,12 +123,20 @@ class ShmEndpoint:
         return EndpointState.CLOSED if self._regions is None else EndpointState.OPEN
 
     def close(self) -> None:
-        """Borrowed views and copies under way stay valid; the maps go with the last of them."""
+        """Ends transfers of other threads between two items and waits for them.
+
+        Borrowed views stay valid; the maps go with the last of them.
+        """
         regions, self._regions = self._regions or {}, None
         for region in regions.values():
             region.close()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._moving)
 
     def _open(self) -> dict[int, MappedRegion]:
+        # First of all: in a fork child the condition may be held for ever.
+        if os.getpid() != self._pid:
+            raise StaleError("the endpoint was opened before fork(); connect again in this process")
         if self._regions is None:
             raise UnreachableError("the endpoint is closed")
         return self._regions
@@ -136,29 +148,45 @@ class ShmEndpoint:
         check_batch(items, buffers, MAX_BATCH)
         views = [as_bytes(buffer, writable=not write) for buffer in buffers]
         started = time.monotonic()
-        end = started + deadline
-        statuses = []
-        for item, view in zip(items, views, strict=True):
-            late = time.monotonic() >= end
-            statuses.append(Status.DEADLINE if late else _move_one(regions, item, view, write))
+        with self._in_flight():
+            statuses = [
+                self._move_one(regions, item, view, started + deadline, write)
+                for item, view in zip(items, views, strict=True)
+            ]
         if Status.OK in statuses:
             self._meter.observe(sum(view.size for view in views), time.monotonic() - started)
         return Finished(statuses)
 
+    def _move_one(
+        self, regions: dict[int, MappedRegion], item: Item, local: Bytes, end: float, write: bool
+    ) -> Status:
+        if self._regions is None:
+            return Status.CANCELLED
+        if time.monotonic() >= end:
+            return Status.DEADLINE
+        mapped = regions.get(item.region)
+        status = check_item(item, mapped.region if mapped else None, local.size)
+        if status is not Status.OK or mapped is None:
+            return status
+        if write and not mapped.writable:
+            return Status.DENIED
+        try:
+            remote = mapped.view(item.offset, item.nbytes)
+        except StaleError:
+            return Status.CANCELLED
+        copy(*((remote, local) if write else (local, remote)))
+        return Status.OK
 
-def _move_one(regions: dict[int, MappedRegion], item: Item, local: Bytes, write: bool) -> Status:
-    mapped = regions.get(item.region)
-    status = check_item(item, mapped.region if mapped else None, local.size)
-    if status is not Status.OK or mapped is None:
-        return status
-    if write and not mapped.writable:
-        return Status.DENIED
-    remote = mapped.view(item.offset, item.nbytes)
-    if write:
-        copy(remote, local)
-    else:
-        copy(local, remote)
-    return Status.OK
+    @contextlib.contextmanager
+    def _in_flight(self) -> Iterator[None]:
+        with self._changed:
+            self._moving += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._moving -= 1
+                self._changed.notify_all()
 
 
 class ShmTransport:

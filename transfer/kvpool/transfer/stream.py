@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NoReturn, ParamSpec, TypeVar
 
@@ -86,9 +88,13 @@ class Stream:
     gone. If that happens amid a frame or its payload the stream is *broken*: nobody can know any
     more what the next byte means, so all later calls raise `UnreachableError` with the first
     reason. A deadline that passes before the first byte of a frame leaves the stream whole.
+
+    A fork child cannot use the streams of its parent. Its copies are closed at once, so that the
+    two never mix their bytes, and the peer sees the end as soon as the parent closes.
     """
 
     __slots__ = (
+        "__weakref__",
         "_broken",
         "_ended",
         "_held",
@@ -116,6 +122,7 @@ class Stream:
         self._send_timeout_s = math.nan
         self._broken: str | None = None
         self._ended = False
+        _of_this_process.add(self)
 
     @property
     def sock(self) -> socket.socket:
@@ -337,3 +344,16 @@ def _after(views: Sequence[Bytes], nbytes: int) -> list[Bytes]:
             return [view[nbytes:], *(later for later in views[index + 1 :] if later.size)]
         nbytes -= view.size
     return []
+
+
+_of_this_process: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for stream in _of_this_process:
+        stream._broken = "it was opened before fork(); connect again in this process"
+        stream._sock.close()
+    _of_this_process.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
