@@ -12,6 +12,7 @@ import click
 from kvpool.proto.errors import InvalidError, KvpoolError
 
 COMMANDS = {
+    "bench": "kvpool.cli.bench:bench",
     "clear": "kvpool.cli.clear:clear",
     "config": "kvpool.cli.config:config",
     "explain": "kvpool.cli.explain:explain",
