@@ -3,21 +3,27 @@
 A *row* stands for one chunk of one namespace. The digest table is open addressing with linear
 probing over rows (load ≤ 0.5, backward-shift deletion, so no tombstones)::
 
-    slot = ((first 64 bits of the key ^ seed) x odd constant) >> shift      table[slot] = row + 1
+    slot = ((first 64 bits of the key ^ seed ^ namespace's mix) x odd constant) >> shift
+    table[slot] = row + 1
 
-What a lookup needs of a row lies in one cache line, so that a batch of n random keys costs n table
-lines and n row lines, gathered by two NumPy calls::
+What a match wants to know of a row lies in one cache line, so that n random keys cost n table
+lines and n row lines, gathered by two NumPy calls; what blocks a row is kept in dense columns::
 
-    0        32          36       40         48       52     56         60      64
-    key      namespace   parent   resident   leases   pins   children   state
+    0        32          36       40         48                 56                    64
+    key      namespace   parent   resident   part 0's address   part 0's generation
 
 A probe compares 64 bits per key; a final comparison covers all 32 bytes and the namespace. Columns
 are sized for `capacity` rows at once: the pages of a fresh anonymous mapping cost nothing until a
 row touches them, so the index grows without a pause. Bytes per row: 64 above, table 8-16, siblings
-12, parts being written 8, last use 8, and 16 for each part's extent.
+12, what blocks it 12, state 1, last use 8, and 16 for the extent of each part but the first.
+
+Single cells are read and written through memoryviews (`…_at[row]`) of the same memory, several
+times faster than NumPy's scalars.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +34,13 @@ NO_ROW = -1
 ROOT = -1
 """`parent` of the first chunk of a chain."""
 ORPHAN = -2
-"""`parent` of a chunk whose parent was deleted: never matched, first victim."""
+"""`parent` of a chunk whose parent was deleted."""
 
 FREE = 0
 LINKED = 1
-UNLINKED = 2
+ORPHANED = 2
+"""Linked, but the chain is cut somewhere above: never matched, first victim."""
+UNLINKED = 3
 """Deleted, but a lease still holds it: its extents live until the last release."""
 
 _LINE = np.dtype(
@@ -41,15 +49,22 @@ _LINE = np.dtype(
         ("namespace", "<i4"),
         ("parent", "<i4"),
         ("resident", "<u8"),
-        ("leases", "<i4"),
-        ("pins", "<i4"),
-        ("children", "<i4"),
-        ("state", "<i4"),
+        ("extent", "<i8", 2),
     ]
 )
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _U64 = (1 << 64) - 1
-_SCALAR_BATCH = 4  # up to this many keys plain Python beats the fixed cost of NumPy calls
+_FEW = 4  # up to this many keys plain Python beats the fixed cost of NumPy calls
+
+
+class Found(NamedTuple):
+    """What a batch look-up gives, one entry per key; all but `rows` is arbitrary for NO_ROW."""
+
+    rows: Rows
+    parent: Rows
+    resident: npt.NDArray[np.uint64]
+    extents: npt.NDArray[np.int64]
+    """Part 0's (address, generation), shape (n, 2)."""
 
 
 class Index:
@@ -63,69 +78,70 @@ class Index:
         self._shift = 64 - bits
         self._mask = (1 << bits) - 1
         self._table = np.zeros(1 << bits, np.int32)
-        self.lines = np.zeros(capacity, _LINE)
-        self._words = self.lines.view("<u8").reshape(capacity, 8)
-        self.namespace = self.lines["namespace"]
-        self.parent = self.lines["parent"]
-        self.resident = self.lines["resident"]
-        self.leases = self.lines["leases"]
-        self.pins = self.lines["pins"]
-        self.children = self.lines["children"]
-        self.state = self.lines["state"]
-        # Siblings form a doubly linked list, stored as row + 1 (0: none).
+        lines = np.zeros(capacity, _LINE)
+        self._words = lines.view("<u8").reshape(capacity, 8)
+        self.namespace = lines["namespace"]
+        self.parent = lines["parent"]
+        self.resident = lines["resident"]
+        """Bitmap of the parts that are stored."""
+        self.state = np.zeros(capacity, np.uint8)
+        self.leases = np.zeros(capacity, np.int32)
+        self.pins = np.zeros(capacity, np.int32)
+        self.children = np.zeros(capacity, np.int32)
+        self.used_at = np.zeros(capacity, np.float64)
+        self.extents: list[npt.NDArray[np.int64]] = [lines["extent"]]
+        """One (capacity, 2) array per part: address and generation, valid where resident."""
+        self.writing: dict[int, int] = {}
+        """Bitmap of the parts that a writer holds, for the rows that have any."""
+        # Siblings form a doubly linked list, stored as row + 1 (0: none). So do free rows.
         self._first_child = np.zeros(capacity, np.int32)
         self._next = np.zeros(capacity, np.int32)
         self._previous = np.zeros(capacity, np.int32)
-        self.writing = np.zeros(capacity, np.uint64)
-        self.used_at = np.zeros(capacity, np.float64)
-        self.extents: list[npt.NDArray[np.int64]] = []
-        """One (capacity, 2) array per part: address and generation, valid where resident."""
-        self._free: list[int] = []
+        self._free = 0
+        self._free_rows = 0
         self._fresh = 0  # rows from here on were never used
-        # memoryviews share the columns' memory; scalar access through them is several times faster
-        self._table_view = memoryview(self._table)
-        self._words_view = memoryview(self._words).cast("B").cast("Q")
+        self._bytes_at = memoryview(lines.view(np.uint8))
+        self._words_at = memoryview(self._words.reshape(-1))
+        self._table_at = memoryview(self._table)
+        self._first_child_at = memoryview(self._first_child)
+        self._next_at = memoryview(self._next)
+        self._previous_at = memoryview(self._previous)
+        self.namespace_at = memoryview(self.namespace)
+        self.parent_at = memoryview(self.parent)
+        self.resident_at = memoryview(self.resident)
+        self.state_at = memoryview(self.state)
+        self.address_at: list[memoryview[int]] = []
+        self.generation_at: list[memoryview[int]] = []
+        self.leases_at = memoryview(self.leases)
+        self.pins_at = memoryview(self.pins)
+        self.children_at = memoryview(self.children)
+        self.ensure_parts(1)
 
     # ---- lookup
 
-    def find(self, namespace: int, keys: bytes) -> Rows:
-        """Rows of `keys` (n x 32 bytes) in `namespace`, NO_ROW where there is none."""
-        return self.find_lines(namespace, keys)[0]
-
-    def find_lines(self, namespace: int, keys: bytes) -> tuple[Rows, npt.NDArray[np.void]]:
-        """Rows as `find`, and a copy of the row lines (arbitrary where the row is NO_ROW)."""
+    def find(self, namespace: int, keys: bytes) -> Found:
+        """The rows of `keys` (n x 32 bytes) in `namespace`."""
         count = len(keys) // 32
-        if count <= _SCALAR_BATCH:
-            one = [self.find_one(namespace, keys[i * 32 : i * 32 + 32]) for i in range(count)]
-            rows = np.array(one, np.int32)
-            return rows, self._gather(rows)
+        if count <= _FEW:
+            few = [self.find_one(namespace, keys[i * 32 : i * 32 + 32]) for i in range(count)]
+            rows = np.array(few, np.int32)
+            return _found(rows, self._words.take(rows, axis=0, mode="clip"))
         wanted = np.frombuffer(keys, np.uint64).reshape(count, 4)
-        tags = wanted[:, 0]
-        hashed = ((tags ^ np.uint64(self._seed)) * np.uint64(_MULTIPLIER)) >> np.uint64(self._shift)
-        slots = hashed.view(np.int64)
-        rows = self._table.take(slots)
-        rows -= 1
+        rows = self._probe(namespace, wanted[:, 0])
         words = self._words.take(rows, axis=0, mode="clip")
-        pending = np.flatnonzero((words[:, 0] != tags) & (rows >= 0))
-        while pending.size:
-            slots[pending] = step = (slots.take(pending) + 1) & self._mask
-            rows[pending] = next_rows = self._table.take(step) - 1
-            words[pending] = line = self._words.take(next_rows, axis=0, mode="clip")
-            pending = pending[(line[:, 0] != tags.take(pending)) & (next_rows >= 0)]
-        lines = words.view(_LINE)[:, 0]
+        exact = (words[:, :4] == wanted).all(axis=1)
+        exact &= words.view(np.int32)[:, 8] == namespace
         # Equal tags but another key or namespace happen only by intent: settle them one by one.
-        if words[:, :4].tobytes() != keys or (lines["namespace"] != namespace).any():
-            exact = (words[:, :4] == wanted).all(axis=1) & (lines["namespace"] == namespace)
-            for i in np.flatnonzero(~exact & (rows >= 0)).tolist():
-                rows[i] = row = self.find_one(namespace, keys[i * 32 : i * 32 + 32])
-                words[i] = self._words[row]
-        return rows, lines
+        for i in np.flatnonzero(~exact & (rows >= 0)).tolist():
+            rows[i] = row = self.find_one(namespace, keys[i * 32 : i * 32 + 32])
+            words[i] = self._words[row]
+        return _found(rows, words)
 
     def find_one(self, namespace: int, key: bytes) -> int:
         """Row of one key, or NO_ROW."""
-        table, words, mask = self._table_view, self._words_view, self._mask
+        table, words, mask = self._table_at, self._words_at, self._mask
         tag, second, third, fourth = memoryview(key).cast("Q")
-        slot = self._home(tag)
+        slot = self._home(namespace, tag)
         while row := table[slot]:
             at = 8 * (row - 1)
             if (
@@ -140,91 +156,106 @@ class Index:
         return NO_ROW
 
     def key_bytes(self, row: int) -> bytes:
-        return self._words[row, :4].tobytes()
+        return bytes(self._bytes_at[64 * row : 64 * row + 32])
 
-    def _gather(self, rows: Rows) -> npt.NDArray[np.void]:
-        return self._words.take(rows, axis=0, mode="clip").view(_LINE)[:, 0]
+    def _probe(self, namespace: int, tags: npt.NDArray[np.uint64]) -> Rows:
+        """For each tag the first row of its probe sequence with that tag, or NO_ROW."""
+        slots = self._homes(namespace, tags)
+        rows = self._table.take(slots)
+        rows -= 1
+        pending = np.flatnonzero((self._words[rows, 0] != tags) & (rows >= 0))
+        while pending.size:
+            slots[pending] = step = (slots[pending] + 1) & self._mask
+            rows[pending] = found = self._table[step] - 1
+            pending = pending[(self._words[found, 0] != tags[pending]) & (found >= 0)]
+        return rows
 
-    def _home(self, tag: int) -> int:
-        return (((tag ^ self._seed) * _MULTIPLIER) & _U64) >> self._shift
+    def _home(self, namespace: int, tag: int) -> int:
+        mixed = tag ^ self._seed ^ namespace * _MULTIPLIER & _U64
+        return (mixed * _MULTIPLIER & _U64) >> self._shift
+
+    def _homes(self, namespace: int, tags: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+        """`_home` of each tag."""
+        mixed = tags ^ np.uint64(self._seed ^ namespace * _MULTIPLIER & _U64)
+        mixed *= np.uint64(_MULTIPLIER)
+        mixed >>= np.uint64(self._shift)
+        return mixed.view(np.int64)
 
     # ---- rows
 
     @property
-    def full(self) -> bool:
-        return not self._free and self._fresh == self.capacity
-
-    @property
     def room(self) -> int:
         """Rows that can still be inserted."""
-        return len(self._free) + self.capacity - self._fresh
+        return self._free_rows + self.capacity - self._fresh
 
     def insert(self, namespace: int, key: bytes, parent: int) -> int:
-        """A new linked row without parts. REQUIRES: not full, key absent, `parent` linked."""
-        if self._free:
-            row = self._free.pop()
-        else:
-            row = self._fresh
-            self._fresh += 1
-        self.lines[row] = (0, namespace, ROOT, 0, 0, 0, 0, LINKED)
-        self._words[row, :4] = np.frombuffer(key, np.uint64)
-        self.writing[row] = self._first_child[row] = 0
-        table, mask = self._table_view, self._mask
-        slot = self._home(self._words_view[8 * row])
+        """A new linked row without parts. REQUIRES: room, key absent, `parent` linked or ROOT."""
+        row = self._take_row()
+        self._bytes_at[64 * row : 64 * row + 32] = key
+        self.namespace_at[row] = namespace
+        self.parent_at[row] = ROOT
+        self.state_at[row] = LINKED
+        table, mask = self._table_at, self._mask
+        slot = self._home(namespace, self._words_at[8 * row])
         while table[slot]:
             slot = (slot + 1) & mask
         table[slot] = row + 1
-        if parent >= 0:
-            self.adopt(row, parent)
         self.count += 1
+        if parent >= 0:
+            self._attach(row, parent)
+            self.state_at[row] = self.state_at[parent]
         return row
 
     def adopt(self, row: int, parent: int) -> None:
-        """Links `row` below `parent`. REQUIRES: `row` has no parent row now."""
-        head = int(self._first_child[parent])
-        self._next[row] = head
-        self._previous[row] = 0
-        if head:
-            self._previous[head - 1] = row + 1
-        self._first_child[parent] = row + 1
-        self.children[parent] += 1
-        self.parent[row] = parent
+        """Ends the orphanhood of `row` and of what is below it.
+
+        REQUIRES: the parent of `row` is ORPHAN, `parent` is LINKED (hence not below `row`).
+        """
+        self._attach(row, parent)
+        self.state[self.subtree(row)] = LINKED
 
     def unlink(self, row: int) -> list[int]:
-        """Takes `row` out of the table and the tree; its children become orphans (returned)."""
+        """Takes `row` out of table and tree; what was below it, parents first, is ORPHANED."""
         self._remove_from_table(row)
         self._detach(row)
-        orphans = self.children_of(row)
-        for child in orphans:
-            self.parent[child] = ORPHAN
-        self.children[row] = self._first_child[row] = 0
-        self.state[row] = UNLINKED
+        self.state_at[row] = UNLINKED
         self.count -= 1
-        return orphans
+        if not self.children_at[row]:
+            return []
+        for child in self.children_of(row):
+            self.parent_at[child] = ORPHAN
+        below = self.subtree(row)[1:]
+        self.state[below] = ORPHANED
+        self.children_at[row] = self._first_child_at[row] = 0
+        return below
 
     def release(self, row: int) -> None:
-        """Gives an unlinked row back. REQUIRES: no lease, no part."""
-        self.state[row] = FREE
-        self._free.append(row)
+        """Gives an unlinked row back. REQUIRES: no lease, pin or part."""
+        self.state_at[row] = FREE
+        self._next_at[row] = self._free
+        self._free = row + 1
+        self._free_rows += 1
 
     def children_of(self, row: int) -> list[int]:
         out = []
-        child = int(self._first_child[row])
+        child = self._first_child_at[row]
         while child:
             out.append(child - 1)
-            child = int(self._next[child - 1])
+            child = self._next_at[child - 1]
         return out
 
     def subtree(self, row: int) -> list[int]:
         """`row` and everything below it, parents before children."""
         out = [row]
         for member in out:
-            if self.children[member]:
+            if self.children_at[member]:
                 out.extend(self.children_of(member))
         return out
 
     def linked_rows(self) -> Rows:
-        return np.flatnonzero(self.state[: self._fresh] == LINKED).astype(np.int32)
+        """Ascending, orphans included."""
+        state = self.state[: self._fresh]
+        return np.flatnonzero((state == LINKED) | (state == ORPHANED)).astype(np.int32)
 
     def live_rows(self) -> Rows:
         """Linked rows and those that only a lease keeps."""
@@ -234,34 +265,9 @@ class Index:
         """Extent columns for at least `parts` parts per chunk."""
         while len(self.extents) < parts:
             self.extents.append(np.zeros((self.capacity, 2), np.int64))
-
-    def _detach(self, row: int) -> None:
-        parent = int(self.parent[row])
-        if parent < 0:
-            return
-        before, after = int(self._previous[row]), int(self._next[row])
-        if before:
-            self._next[before - 1] = after
-        else:
-            self._first_child[parent] = after
-        if after:
-            self._previous[after - 1] = before
-        self.children[parent] -= 1
-        self.parent[row] = ROOT
-
-    def _remove_from_table(self, row: int) -> None:
-        table, words, mask = self._table_view, self._words_view, self._mask
-        hole = self._home(words[8 * row])
-        while table[hole] != row + 1:
-            hole = (hole + 1) & mask
-        slot = hole
-        while (entry := table[slot := (slot + 1) & mask]) != 0:
-            home = self._home(words[8 * (entry - 1)])
-            # An entry may move into the hole unless its home lies cyclically in (hole, slot].
-            if (slot - home) & mask >= (slot - hole) & mask:
-                table[hole] = entry
-                hole = slot
-        table[hole] = 0
+        for extents in self.extents[len(self.address_at) :]:
+            self.address_at.append(memoryview(extents[:, 0]))
+            self.generation_at.append(memoryview(extents[:, 1]))
 
     def unlink_all(self, rows: Rows) -> None:
         """Unlinks whole namespaces at once: no row outside `rows` is below or above one inside."""
@@ -270,34 +276,108 @@ class Index:
         self.children[rows] = 0
         self._first_child[rows] = 0
         self.count -= len(rows)
-        self._rebuild_table(self.linked_rows())
+        self._rebuild_table()
 
-    def _rebuild_table(self, rows: Rows) -> None:
+    def release_all(self, rows: Rows) -> None:
+        """`release` of many."""
+        if len(rows):
+            self.state[rows] = FREE
+            self._next[rows[:-1]] = rows[1:] + 1
+            self._next[rows[-1]] = self._free
+            self._free = int(rows[0]) + 1
+            self._free_rows += len(rows)
+
+    def _take_row(self) -> int:
+        if not self._free:
+            self._fresh += 1
+            return self._fresh - 1
+        row = self._free - 1
+        self._free = self._next_at[row]
+        self._free_rows -= 1
+        return row
+
+    def _attach(self, row: int, parent: int) -> None:
+        head = self._first_child_at[parent]
+        self._next_at[row] = head
+        self._previous_at[row] = 0
+        if head:
+            self._previous_at[head - 1] = row + 1
+        self._first_child_at[parent] = row + 1
+        self.children_at[parent] += 1
+        self.parent_at[row] = parent
+
+    def _detach(self, row: int) -> None:
+        parent = self.parent_at[row]
+        self.parent_at[row] = ROOT
+        if parent < 0:
+            return
+        before, after = self._previous_at[row], self._next_at[row]
+        if before:
+            self._next_at[before - 1] = after
+        else:
+            self._first_child_at[parent] = after
+        if after:
+            self._previous_at[after - 1] = before
+        self.children_at[parent] -= 1
+
+    def _remove_from_table(self, row: int) -> None:
+        table, words, mask = self._table_at, self._words_at, self._mask
+        hole = self._home(self.namespace_at[row], words[8 * row])
+        while table[hole] != row + 1:
+            hole = (hole + 1) & mask
+        slot = hole
+        while entry := table[slot := (slot + 1) & mask]:
+            home = self._home(self.namespace_at[entry - 1], words[8 * (entry - 1)])
+            # An entry may move into the hole unless its home lies cyclically in (hole, slot].
+            if (slot - home) & mask >= (slot - hole) & mask:
+                table[hole] = entry
+                hole = slot
+        table[hole] = 0
+
+    def _rebuild_table(self) -> None:
         self._table[:] = 0
-        tags = self._words[rows, 0]
-        hashed = ((tags ^ np.uint64(self._seed)) * np.uint64(_MULTIPLIER)) >> np.uint64(self._shift)
-        slots = hashed.astype(np.int64)
-        while rows.size:
-            empty = self._table[slots] == 0
-            self._table[slots[empty]] = rows[empty] + 1
-            lost = self._table[slots] != rows + 1
-            rows, slots = rows[lost], (slots[lost] + 1) & self._mask
+        linked = self.linked_rows()
+        for namespace in np.unique(self.namespace[linked]).tolist():
+            rows = linked[self.namespace[linked] == namespace]
+            slots = self._homes(namespace, self._words[rows, 0])
+            while rows.size:
+                empty = self._table[slots] == 0
+                self._table[slots[empty]] = rows[empty] + 1
+                lost = self._table[slots] != rows + 1
+                rows, slots = rows[lost], (slots[lost] + 1) & self._mask
 
     # ---- integrity
 
     def check_integrity(self) -> None:
-        """Asserts that table, tree and counts agree. O(rows)."""
-        linked = self.linked_rows()
-        assert len(linked) == self.count, (len(linked), self.count)
-        assert int((self._table != 0).sum()) == self.count
+        """Asserts that table, tree, states and counts agree. O(rows)."""
+        linked, live = self.linked_rows(), self.live_rows()
+        assert len(linked) == self.count == np.count_nonzero(self._table)
+        assert len(live) + self._free_rows == self._fresh
+        reached = []
         for row in linked.tolist():
-            assert self.find_one(int(self.namespace[row]), self.key_bytes(row)) == row
+            assert self.find_one(self.namespace_at[row], self.key_bytes(row)) == row
             children = self.children_of(row)
-            assert len(children) == self.children[row]
-            assert all(self.parent[child] == row for child in children)
-            parent = int(self.parent[row])
-            assert parent in (ROOT, ORPHAN) or self.state[parent] == LINKED
-        live = self.live_rows()
-        assert len(live) + len(self._free) == self._fresh
+            assert len(children) == self.children_at[row]
+            assert all(self.parent_at[child] == row for child in children)
+            parent = self.parent_at[row]
+            if parent < 0:
+                assert self.state_at[row] == (LINKED if parent == ROOT else ORPHANED)
+                reached.extend(self.subtree(row))
+            else:
+                assert self.state_at[row] == self.state_at[parent]
+        assert sorted(reached) == linked.tolist(), "a row that no chain leads to"
+        unlinked = np.setdiff1d(live, linked)
+        assert (self.children[unlinked] == 0).all() and (self.parent[unlinked] == ROOT).all()
         assert (self.leases[live] >= 0).all() and (self.pins[live] >= 0).all()
-        assert not (self.resident[live] & self.writing[live]).any()
+        for row, parts in self.writing.items():
+            assert parts and self.state_at[row] and not parts & self.resident_at[row]
+        free, length = self._free, 0
+        while free:
+            assert self.state_at[free - 1] == FREE and length < self._free_rows
+            free, length = self._next_at[free - 1], length + 1
+        assert length == self._free_rows
+
+
+def _found(rows: Rows, words: npt.NDArray[np.uint64]) -> Found:
+    ints = words.view(np.int32)
+    return Found(rows, ints[:, 9], words[:, 5], words.view(np.int64)[:, 6:])

@@ -11,12 +11,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvpool.store.index import Rows
 
 
-@dataclass(slots=True)
-class WriteItem:
+class WriteItem(NamedTuple):
     """One extent being written: part `part` of `row`."""
 
     row: int
@@ -24,13 +24,12 @@ class WriteItem:
     address: int
     nbytes: int
     generation: int
-    open: bool = True
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """`rows` are protected from eviction while the lease lives; `items`, by number in the
-    reservation, only when writing."""
+    """`rows` are protected while the lease lives. Of a write lease they are the chain that it
+    extends, parent first, and `items` what is still open, by number in the reservation."""
 
     id: bytes
     tenant: str
@@ -38,13 +37,9 @@ class Lease:
     rows: Rows
     deadline: float
     nbytes: int
-    holders: dict[int, int] = field(default_factory=dict)
     items: dict[int, WriteItem] | None = None
+    holders: dict[int, int] = field(default_factory=dict)
     expired: bool = False
-
-    @property
-    def writes(self) -> bool:
-        return self.items is not None
 
 
 class Leases:
@@ -80,7 +75,7 @@ class Leases:
         items: dict[int, WriteItem] | None = None,
     ) -> Lease:
         """A new lease held once by `session` until `deadline` (store clock, seconds)."""
-        lease = Lease(self._entropy(16), tenant, namespace, rows, deadline, nbytes, items=items)
+        lease = Lease(self._entropy(16), tenant, namespace, rows, deadline, nbytes, items)
         self._live[lease.id] = lease
         self.opened += 1
         heapq.heappush(self._deadlines, (deadline, lease.id))
@@ -93,7 +88,7 @@ class Leases:
         self._held.setdefault(session, {})[lease.id] = lease
 
     def renew(self, lease: Lease, deadline: float) -> None:
-        """Moves the deadline out. REQUIRES: not expired."""
+        """Moves the deadline out, never in. REQUIRES: not expired."""
         if deadline > lease.deadline:
             lease.deadline = deadline
             heapq.heappush(self._deadlines, (deadline, lease.id))
@@ -109,9 +104,12 @@ class Leases:
         return self.drop(session, lease)
 
     def drop(self, session: int, lease: Lease) -> bool:
-        """Takes all holdings of `session` back; True if the lease ended."""
+        """Takes all holdings of `session` back; True if the lease ended. REQUIRES: it holds it."""
         del lease.holders[session]
-        del self._held[session][lease.id]
+        held = self._held[session]
+        del held[lease.id]
+        if not held:
+            del self._held[session]
         if lease.holders:
             return False
         del self._live[lease.id]
@@ -120,9 +118,7 @@ class Leases:
 
     def close_session(self, session: int) -> list[Lease]:
         """Drops every holding of `session`; returns the leases that ended."""
-        ended = [lease for lease in self.held_by(session) if self.drop(session, lease)]
-        self._held.pop(session, None)
-        return ended
+        return [lease for lease in self.held_by(session) if self.drop(session, lease)]
 
     def held_by(self, session: int) -> list[Lease]:
         return list(self._held.get(session, {}).values())
@@ -135,7 +131,7 @@ class Leases:
             if lease is not None and not lease.expired and lease.deadline <= now:
                 lease.expired = True
                 out.append(lease)
-        # Releases leave entries behind; keep them a bounded share of the heap.
+        # Releases and renewals leave entries behind; keep them a bounded share of the heap.
         if len(self._deadlines) > 64 + 2 * len(self._live):
             self._deadlines = [
                 (lease.deadline, lease.id) for lease in self._live.values() if not lease.expired
@@ -144,12 +140,15 @@ class Leases:
         return out
 
     def check_integrity(self) -> None:
-        """Asserts that holders and sessions mirror each other."""
+        """Asserts that holders and sessions mirror each other, and that each lease can expire."""
         assert self.opened - self.ended == len(self._live)
+        due = set(self._deadlines)
         for lease in self._live.values():
             assert lease.holders, "a live lease without holder"
+            assert lease.expired or (lease.deadline, lease.id) in due, "a lease that never expires"
             for session, count in lease.holders.items():
                 assert count > 0 and self._held[session][lease.id] is lease
         for session, held in self._held.items():
+            assert held, "a session that holds nothing is kept"
             for lease in held.values():
                 assert self._live[lease.id] is lease and session in lease.holders

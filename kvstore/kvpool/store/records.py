@@ -1,0 +1,112 @@
+"""What a store is told at birth, counts, and answers: plain records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.proto.errors import InvalidError
+from kvpool.proto.keys import KEY_BYTES
+from kvpool.proto.outcomes import Outcome, Reason
+
+NO_EXTENT = (-1, 0)
+"""(address, generation) of a part that is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """What one store is told at birth.
+
+    `chunks` bounds the index (rows), `segment_bytes` 0 lets the first namespace decide:
+    max(64 MiB, 8 chunks), at most an eighth of the first regions so that classes can coexist.
+    """
+
+    region_bytes: int
+    chunks: int
+    segment_bytes: int = 0
+    policy: str = "lru"
+    lease_s: float = 30.0
+    lease_s_max: float = 3600.0
+    reserve_max: int = 128
+    quarantine_share: float = 0.25
+    """Share of the capacity that one session may hold past its leases before it gets BUSY."""
+
+
+@dataclass(slots=True, eq=False)
+class StoreSession:
+    """One connected client. `mapped` sessions copy by themselves, so their extents outlive TTLs."""
+
+    id: int
+    tenant: str
+    mapped: bool
+    quarantined_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """`hits` leading chunks are servable; `extents` is (hits, parts, 2) int64 as bytes."""
+
+    hits: int
+    outcome: Outcome
+    reason: Reason
+    lease: bytes = b""
+    lease_s: float = 0.0
+    extents: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """`outcomes` is (n, parts) uint8; `extents` like a match's, (-1, 0) where not OK."""
+
+    outcomes: npt.NDArray[np.uint8]
+    lease: bytes
+    lease_s: float
+    extents: bytes
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where one chunk is and what holds it, or why it is not there."""
+
+    outcome: Outcome
+    reason: Reason
+    parts: int = 0
+    nbytes: int = 0
+    leases: int = 0
+    pins: int = 0
+    age_s: float = 0.0
+    children: int = 0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Events since the start; they only grow."""
+
+    matches: int = 0
+    hit_chunks: int = 0
+    missed_matches: int = 0
+    published_chunks: int = 0
+    published_bytes: int = 0
+    evicted_chunks: int = 0
+    reassigned_segments: int = 0
+    deleted_chunks: int = 0
+    corrupt_chunks: int = 0
+    busy: int = 0
+    expired_leases: int = 0
+    hints: int = 0
+
+
+def split_keys(keys: bytes) -> list[bytes]:
+    """The keys one by one. Raises `InvalidError` unless they are whole, and at least one."""
+    check_keys(keys)
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+
+
+def check_keys(keys: bytes) -> int:
+    """The number of keys. Raises `InvalidError` unless they are whole, and at least one."""
+    if not keys or len(keys) % KEY_BYTES:
+        raise InvalidError(f"{len(keys)} bytes of keys are not a positive multiple of {KEY_BYTES}")
+    return len(keys) // KEY_BYTES

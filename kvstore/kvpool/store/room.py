@@ -1,0 +1,343 @@
+"""Room for chunks: rows of the index, extents of the allocator, and who goes when there is none.
+
+A row is *idle* when it has no lease, pin or child. Idle rows with a part are victims; an idle row
+without any (its write came to nothing) goes at once, and one that was deleted under a lease goes
+with it. So every row that stays empty is held by a write lease, directly or from below, and what
+is resident is prefix-closed: a stored row's parent is stored, or the row is an orphan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.proto.errors import TooLargeError
+from kvpool.proto.outcomes import Reason
+from kvpool.store.allocator import SlabAllocator, segment_size
+from kvpool.store.eviction import make_policy
+from kvpool.store.eviction.base import Policy
+from kvpool.store.ghosts import Ghosts
+from kvpool.store.index import FREE, NO_ROW, UNLINKED, Index, Rows
+from kvpool.store.namespaces import KnownNamespace, Namespaces, Shape
+from kvpool.store.records import Counters, StoreOptions
+
+_SEGMENT_BYTES = 64 << 20
+_SEGMENT_TRIES = 32
+"""Segments that one reassignment looks into before it gives up."""
+
+
+class Room:
+    """Index, allocator and policies of one store, which this class keeps in step."""
+
+    def __init__(
+        self, options: StoreOptions, seed: int, namespaces: Namespaces, counters: Counters
+    ) -> None:
+        self.options = options
+        self.index = Index(options.chunks, seed)
+        self.ghosts = Ghosts()
+        self.namespaces = namespaces
+        self.counters = counters
+        self.regions = 0
+        self.allocator: SlabAllocator | None = None
+        self.policies: dict[Shape, Policy] = {}
+        self.loose: dict[int, int] = {}
+        """Address → bytes of the extents that are in no row: being written, or quarantined."""
+        self.zombies = 0
+        """Rows that are deleted but leased."""
+        self._freed: list[int] = []
+        self._evictions: dict[int, int] = {}  # by class, since it last looked at the others
+
+    # ---- space
+
+    def add_region(self) -> None:
+        self.regions += 1
+        if self.allocator is not None:
+            self.allocator.add_region()
+
+    @property
+    def capacity_bytes(self) -> int:
+        return self.regions * self.options.region_bytes
+
+    @property
+    def slabs(self) -> SlabAllocator:
+        assert self.allocator is not None, "a namespace was opened, so there is an allocator"
+        return self.allocator
+
+    def shape_of(self, sizes: Sequence[int]) -> Shape:
+        """The size classes of parts of `sizes` bytes, ascending. Raises `TooLargeError`.
+
+        The first namespace decides the segment size.
+        """
+        region, largest = self.options.region_bytes, max(sizes)
+        if largest > region:
+            raise TooLargeError(
+                f"a part of {largest} bytes exceeds the region of {region} bytes; raise --capacity"
+            )
+        if self.allocator is None:
+            eighth = max(self.capacity_bytes, region) // 8
+            ideal = min(max(_SEGMENT_BYTES, 8 * largest), max(largest, eighth))
+            segment = segment_size(region, self.options.segment_bytes or ideal)
+            slabs = SlabAllocator(region // segment * segment, segment)
+            shape = tuple(sorted(slabs.slot_bytes(size) for size in sizes))
+            for _ in range(self.regions):
+                slabs.add_region()
+            self.allocator = slabs
+            return shape
+        return tuple(sorted(self.allocator.slot_bytes(size) for size in sizes))
+
+    def policy_of(self, shape: Shape) -> Policy:
+        policy = self.policies.get(shape)
+        if policy is None:
+            policy = make_policy(self.options.policy, self.options.chunks, self.evictable)
+            self.policies[shape] = policy
+        return policy
+
+    def allocate(self, nbytes: int, count: int) -> list[int]:
+        """Up to `count` addresses, in no row yet; evicts what must go for them."""
+        slot = self.slabs.slot_bytes(nbytes)
+        while (missing := count - self.slabs.free_slots(nbytes)) > 0:
+            if not (self._takes_turn(slot) or self.evict(missing, slot) or self._reassign(slot)):
+                break
+        found = self.slabs.allocate(nbytes, count)
+        addresses: list[int] = (found + found // self.slabs.region_bytes * self._slack).tolist()
+        self.loose.update(dict.fromkeys(addresses, nbytes))
+        return addresses
+
+    def give_back(self, addresses: Iterable[int]) -> None:
+        """Frees extents that are in no row."""
+        freed = list(addresses)
+        for address in freed:
+            del self.loose[address]
+        self._free(freed)
+
+    def make_row(self) -> bool:
+        """True if the index has a free row, evicting for it if need be."""
+        return self.index.room > 0 or self.evict(1) > 0
+
+    def _free(self, addresses: list[int]) -> None:
+        if addresses:
+            self.slabs.free(self._inside(np.array(addresses, np.int64)))
+
+    @property
+    def _slack(self) -> int:
+        """Bytes at the end of each region that are too few for a segment."""
+        return self.options.region_bytes - self.slabs.region_bytes
+
+    def _inside(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Addresses of the pool as the allocator counts them, which knows of no slack."""
+        return addresses - addresses // self.options.region_bytes * self._slack
+
+    # ---- what holds rows
+
+    def evictable(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """True where a row is idle: the policies' view of the store."""
+        index = self.index
+        held = index.leases[rows] | index.pins[rows] | index.children[rows]
+        idle: npt.NDArray[np.bool_] = held == 0
+        return idle
+
+    def idle(self, row: int) -> bool:
+        index = self.index
+        return not (index.leases_at[row] or index.pins_at[row] or index.children_at[row])
+
+    def unprotect(self, known: KnownNamespace, rows: Rows, *, empties: bool = False) -> None:
+        """One lease less on each of `rows`, which are distinct, parents first.
+
+        `empties`: there may be rows without parts, because they were to be written.
+        """
+        index = self.index
+        left = index.leases[rows]
+        left -= 1
+        index.leases[rows] = left
+        idle = rows[left == 0]
+        if empties or self.zombies:
+            stored = (index.state[idle] != UNLINKED) & (index.resident[idle] != 0)
+            for row in idle[~stored][::-1].tolist():
+                self.settle(row)
+            idle = idle[stored]
+        known.policy.unblock(idle)
+
+    def settle(self, row: int) -> None:
+        """`row` has lost a lease, pin or child; if it is idle now, it goes its way."""
+        index = self.index
+        while row >= 0 and self.idle(row) and index.state_at[row] != FREE:
+            if index.state_at[row] == UNLINKED:
+                self.zombies -= 1
+                self._free(self._take_apart(row))
+                return
+            if index.resident_at[row]:
+                policy = self.namespaces.by_id[index.namespace_at[row]].policy
+                policy.unblock(np.array([row], np.int32))
+                return
+            parent = index.parent_at[row]
+            index.unlink(row)
+            index.release(row)
+            row = parent
+
+    # ---- departures
+
+    def remove(self, known: KnownNamespace, row: int, reason: Reason) -> bool:
+        """Unlinks a linked row without pins at once, whatever is below it; False if it was empty.
+
+        What a lease holds is freed on its last release.
+        """
+        index = self.index
+        self.ghosts.add(known.id, index.key_bytes(row), reason)
+        parent, stored = index.parent_at[row], index.resident_at[row] != 0
+        if stored:
+            known.policy.forget(np.array([row], np.int32))
+        orphans = [below for below in index.unlink(row) if index.resident_at[below]]
+        if orphans:
+            known.policy.demote(np.array(orphans, np.int32))
+        if index.leases_at[row]:
+            self.zombies += 1
+        else:
+            self._free(self._take_apart(row))
+        self.settle(parent)
+        return stored
+
+    def remove_all(self, known: KnownNamespace, rows: Rows) -> int:
+        """Unlinks all rows of a namespace, which have no pins; returns how many were stored."""
+        index = self.index
+        stored = rows[index.resident[rows] != 0]
+        known.policy.forget(stored)
+        index.unlink_all(rows)
+        unleased = rows[index.leases[rows] == 0]
+        self.zombies += len(rows) - len(unleased)
+        for part, extents in enumerate(index.extents):
+            here = unleased[index.resident[unleased] >> np.uint64(part) & 1 != 0]
+            self.slabs.free(self._inside(extents[here, 0]))
+        index.resident[unleased] = 0
+        index.release_all(unleased)
+        return len(stored)
+
+    def evict(self, n: int, slot: int | None = None) -> int:
+        """Evicts up to `n` rows (of shapes with class `slot`) and returns how many.
+
+        Each time the least recently used of what the policies offer goes.
+        """
+        policies = [p for shape, p in self.policies.items() if slot is None or slot in shape]
+        evicted = 0
+        while evicted < n and (policy := self._oldest(policies)) is not None:
+            victim = policy.victims(1)
+            policy.forget(victim)
+            parent = self._gone(int(victim[0]))
+            if parent != NO_ROW:
+                policy.unblock(np.array([parent], np.int32))
+            evicted += 1
+        self._free(self._freed)
+        self._freed = []
+        self.counters.evicted_chunks += evicted
+        if slot is not None:
+            self._evictions[slot] = self._evictions.get(slot, 0) + evicted
+        return evicted
+
+    def _oldest(self, policies: Sequence[Policy]) -> Policy | None:
+        """The policy whose next victim was not used for the longest time."""
+        offers = []
+        for number, policy in enumerate(policies):
+            victims = policy.victims(1)
+            if len(victims):
+                offers.append((float(self.index.used_at[victims[0]]), number))
+        return policies[min(offers)[1]] if offers else None
+
+    def _gone(self, row: int) -> int:
+        """A policy has let go of an idle row. Returns the parent if that is idle now."""
+        index = self.index
+        self.ghosts.add(index.namespace_at[row], index.key_bytes(row), Reason.EVICTED)
+        parent = index.parent_at[row]
+        index.unlink(row)
+        self._freed += self._take_apart(row)
+        return parent if parent >= 0 and self.idle(parent) else NO_ROW
+
+    def _take_apart(self, row: int) -> list[int]:
+        """Gives an unlinked row back; returns the addresses of its extents, which are to free."""
+        index = self.index
+        parts = index.resident_at[row]
+        addresses = [
+            index.address_at[part][row] for part in range(parts.bit_length()) if parts >> part & 1
+        ]
+        index.resident_at[row] = 0
+        index.release(row)
+        return addresses
+
+    # ---- segments change class
+
+    def _takes_turn(self, slot: int) -> bool:
+        """Once per segment's worth of evictions a class may take over an older segment.
+
+        Otherwise a class that came late would live in its first segment for ever.
+        """
+        if self._evictions.get(slot, 0) < self.slabs.segment_bytes // slot:
+            return False
+        self._evictions[slot] = 0
+        policies = [policy for shape, policy in self.policies.items() if slot in shape]
+        oldest = self._oldest(policies)
+        before = math.inf
+        if oldest is not None:
+            before = float(self.index.used_at[oldest.victims(1)[0]])
+        return self._reassign(slot, before)
+
+    def _reassign(self, slot: int, before: float = math.inf) -> bool:
+        """Empties the least recently used segment of another class, if used only `before`.
+
+        The declared exception to "one publish evicts one victim". O(rows), and rare.
+        """
+        slabs, index = self.slabs, self.index
+        others = slabs.used_segments(slot)
+        if not len(others):
+            return False
+        segments, rows = self._by_segment()
+        held = (index.leases[rows] != 0) | (index.pins[rows] != 0)
+        last_use = np.full(slabs.capacity_bytes // slabs.segment_bytes, -math.inf)
+        np.maximum.at(last_use, segments, np.where(held, math.inf, index.used_at[rows]))
+        last_use[slabs.segments_of(self._inside(np.fromiter(self.loose, np.int64)))] = math.inf
+        order = others[np.argsort(last_use[others], kind="stable")]
+        for segment in order[last_use[order] < before][:_SEGMENT_TRIES].tolist():
+            first, end = np.searchsorted(segments, [segment, segment + 1])
+            if self._evict_with_descendants(np.unique(rows[first:end]).tolist()):
+                self.counters.reassigned_segments += 1
+                return True
+        return False
+
+    def _by_segment(self) -> tuple[npt.NDArray[np.int64], Rows]:
+        """(segment, row) of every extent in a row, ascending by segment."""
+        live = self.index.live_rows()
+        segments, rows = [], []
+        for part, extents in enumerate(self.index.extents):
+            here = live[self.index.resident[live] >> np.uint64(part) & 1 != 0]
+            segments.append(self.slabs.segments_of(self._inside(extents[here, 0])))
+            rows.append(here)
+        segment, row = np.concatenate(segments), np.concatenate(rows)
+        order = np.argsort(segment, kind="stable")
+        return segment[order], row[order]
+
+    def _evict_with_descendants(self, rows: Sequence[int]) -> bool:
+        """Evicts `rows` and all below them, or nothing if a lease or pin is among them."""
+        index = self.index
+        doomed = set(rows)
+        order = list(rows)
+        for row in order:
+            below = [child for child in index.children_of(row) if child not in doomed]
+            doomed.update(below)
+            order += below
+        every = np.array(order, np.int32)
+        if index.leases[every].any() or index.pins[every].any():
+            return False
+        for namespace in np.unique(index.namespace[every]).tolist():
+            policy = self.namespaces.by_id[namespace].policy
+            policy.forget(every[index.namespace[every] == namespace])
+        leaves = [row for row in order if not index.children_at[row]]
+        for row in leaves:
+            above, parent = index.parent_at[row], self._gone(row)
+            if parent in doomed:
+                leaves.append(parent)
+            else:
+                self.settle(above)
+        self._free(self._freed)
+        self._freed = []
+        self.counters.evicted_chunks += len(order)
+        return True

@@ -1,0 +1,245 @@
+"""Publishing: reserve room for a chain, then commit it in order, or give it back.
+
+reserve   known rows are looked up, extents allocated, new rows linked below their parents
+commit    an item becomes visible if its parent is
+end       abort, expiry, a dead writer: extents come back, rows that stayed empty go
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.proto.errors import InvalidError
+from kvpool.proto.outcomes import Outcome
+from kvpool.store.index import LINKED, NO_ROW, ORPHAN, ORPHANED, ROOT, UNLINKED, Rows
+from kvpool.store.leases import Lease, WriteItem
+from kvpool.store.namespaces import KnownNamespace
+from kvpool.store.records import NO_EXTENT, split_keys
+from kvpool.store.room import Room
+
+
+@dataclass(slots=True)
+class Plan:
+    """One reserve: what became of each chunk of the chain and each part.
+
+    `chain` holds the rows, parent first; all of them are protected. `items` are numbered
+    chunk * parts + part, as are the entries of `outcomes`, shape (chunks, parts).
+    """
+
+    outcomes: npt.NDArray[np.uint8]
+    chain: Rows = field(default_factory=lambda: np.empty(0, np.int32))
+    items: dict[int, WriteItem] = field(default_factory=dict)
+
+    def extents(self) -> bytes:
+        """(chunks, parts, 2) int64."""
+        extents = np.tile(np.array(NO_EXTENT, np.int64), (self.outcomes.size, 1))
+        for number, item in self.items.items():
+            extents[number] = item.address, item.generation
+        return extents.tobytes()
+
+
+class Writes:
+    """The writing half of a store: who may put which bytes where."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._index = room.index
+        self._next_generation = 1
+
+    # ---- reserve
+
+    def reserve(
+        self, known: KnownNamespace, parent: bytes, keys: bytes, parts: int, now: float
+    ) -> Plan:
+        """Decides each item, and protects the chain of what may be written. See `Store.reserve`."""
+        names = split_keys(keys)
+        limit = self._room.options.reserve_max
+        if len(names) > limit:
+            raise InvalidError(f"{len(names)} chunks in one reserve; 1 to {limit} are allowed")
+        if len({*names, parent}) != len(names) + 1:
+            raise InvalidError("the chain holds the same key twice")
+        indices = known.namespace.part_indices(parts)
+        plan = Plan(np.full((len(names), len(indices)), Outcome.OK, np.uint8))
+        above = self._index.find_one(known.id, parent) if parent else ROOT
+        if parent and (above == NO_ROW or self._index.state_at[above] != LINKED):
+            plan.outcomes[:] = Outcome.NO_PARENT
+            return plan
+        rows: list[int] = self._index.find(known.id, keys).rows.tolist()
+        self._protect(known, _as_rows((above, *rows)), now)
+        self._judge(plan, rows, indices)
+        addresses = self._find_room(known, plan, indices)
+        fitting = self._link(known, names, above, rows, len(addresses))
+        self._room.give_back(address for chunk in addresses[fitting:] for address in chunk.values())
+        plan.outcomes[fitting:][plan.outcomes[fitting:] == Outcome.OK] = Outcome.BUSY
+        plan.chain = _as_rows((above, *rows[:fitting]))
+        self._room.unprotect(known, _as_rows(rows[fitting:]), empties=True)
+        self._open(known, plan, rows, indices, addresses[:fitting])
+        return plan
+
+    def _protect(self, known: KnownNamespace, rows: Rows, now: float) -> None:
+        """Nothing of the chain goes while room is made for the rest; what is stored, is used."""
+        self._index.leases[rows] += 1
+        self._index.used_at[rows] = now
+        known.policy.touch(rows[self._index.resident[rows] != 0])
+
+    def _judge(self, plan: Plan, rows: Sequence[int], indices: Sequence[int]) -> None:
+        """EXISTS and WRITING, for the chunks that have a row."""
+        for i, row in enumerate(rows):
+            if row != NO_ROW:
+                resident, writing = self._index.resident_at[row], self._index.writing.get(row, 0)
+                for j, part in enumerate(indices):
+                    if resident >> part & 1:
+                        plan.outcomes[i, j] = Outcome.EXISTS
+                    elif writing >> part & 1:
+                        plan.outcomes[i, j] = Outcome.WRITING
+
+    def _find_room(
+        self, known: KnownNamespace, plan: Plan, indices: Sequence[int]
+    ) -> list[dict[int, int]]:
+        """Addresses by position of the part, for each chunk before the first that does not fit."""
+        addresses: list[dict[int, int]] = [{} for _ in plan.outcomes]
+        fitting = len(addresses)
+        for j, part in enumerate(indices):
+            wanted = np.flatnonzero(plan.outcomes[:fitting, j] == Outcome.OK).tolist()
+            found = self._room.allocate(known.extent_bytes[part], len(wanted))
+            for i, address in zip(wanted, found, strict=False):
+                addresses[i][j] = address
+            if len(found) < len(wanted):
+                fitting = wanted[len(found)]
+        for chunk in addresses[fitting:]:
+            self._room.give_back(chunk.values())
+        return addresses[:fitting]
+
+    def _link(
+        self,
+        known: KnownNamespace,
+        names: Sequence[bytes],
+        above: int,
+        rows: list[int],
+        fitting: int,
+    ) -> int:
+        """Gives the first `fitting` chunks rows, as far as there are any; returns how many."""
+        for i in range(fitting):
+            if rows[i] == NO_ROW:
+                if not self._room.make_row():
+                    return i
+                rows[i] = self._index.insert(known.id, names[i], above)
+                self._index.leases_at[rows[i]] = 1
+            above = rows[i]
+        return fitting
+
+    def _open(
+        self,
+        known: KnownNamespace,
+        plan: Plan,
+        rows: Sequence[int],
+        indices: Sequence[int],
+        addresses: Sequence[dict[int, int]],
+    ) -> None:
+        writing = self._index.writing
+        for i, chunk in enumerate(addresses):
+            for j, address in chunk.items():
+                row, part = rows[i], indices[j]
+                nbytes, generation = known.extent_bytes[part], self._next_generation
+                item = WriteItem(row, part, address, nbytes, generation)
+                plan.items[i * len(indices) + j] = item
+                writing[row] = writing.get(row, 0) | 1 << part
+                self._next_generation += 1
+
+    # ---- commit
+
+    def commit(
+        self, known: KnownNamespace, lease: Lease, numbers: Sequence[int], now: float
+    ) -> list[Outcome]:
+        """Makes open items of a lease in its time visible, whatever order they are named in."""
+        outcomes: dict[int, Outcome] = {}
+        stored: list[int] = []
+        for number in sorted(set(numbers)):
+            outcomes[number] = self._commit_one(known, lease, number, stored)
+        if stored:
+            rows = np.array(stored, np.int32)
+            self._index.used_at[rows] = now
+            known.policy.admit(rows)
+            known.published += len(rows)
+            self._room.counters.published_chunks += len(rows)
+        return [outcomes[number] for number in numbers]
+
+    def _commit_one(
+        self, known: KnownNamespace, lease: Lease, number: int, stored: list[int]
+    ) -> Outcome:
+        items = lease.items or {}
+        item = items.get(number)
+        if item is None:
+            return Outcome.INVALID
+        index, row = self._index, item.row
+        if index.state_at[row] == UNLINKED:  # deleted while it was being written
+            self.close(lease, number)
+            return Outcome.EXPIRED
+        if not self._anchored(lease, row):
+            self.close(lease, number)
+            return Outcome.NO_PARENT
+        self._forget_writing(item)
+        del items[number], self._room.loose[item.address]
+        index.address_at[item.part][row] = item.address
+        index.generation_at[item.part][row] = item.generation
+        if not index.resident_at[row]:
+            stored.append(row)
+        index.resident_at[row] |= 1 << item.part
+        self._room.counters.published_bytes += item.nbytes
+        return Outcome.OK
+
+    def _anchored(self, lease: Lease, row: int) -> bool:
+        """Whether what is above `row` is stored, up to the root of the chain."""
+        index = self._index
+        if index.state_at[row] == ORPHANED:  # a chunk above may have been published again
+            for above, below in pairwise(lease.rows.tolist()):
+                stored = index.state_at[above] == LINKED and index.resident_at[above]
+                if stored and index.parent_at[below] == ORPHAN:
+                    index.adopt(below, above)
+        parent = index.parent_at[row]
+        return index.state_at[row] == LINKED and (parent == ROOT or index.resident_at[parent] != 0)
+
+    # ---- the end
+
+    def close(self, lease: Lease, number: int) -> WriteItem:
+        """Takes an open item's extent back: nothing writes there any more."""
+        assert lease.items is not None
+        item = lease.items.pop(number)
+        self._room.give_back([item.address])
+        if not lease.expired:
+            self._forget_writing(item)
+        return item
+
+    def end(self, known: KnownNamespace, lease: Lease) -> None:
+        """The lease has ended."""
+        for number in list(lease.items or ()):
+            self.close(lease, number)
+        self._room.unprotect(known, lease.rows, empties=True)
+
+    def overdue(self, known: KnownNamespace, lease: Lease) -> int:
+        """The lease has expired, but its holder may still write: only the extents stay its own.
+
+        Others may write the keys at once. Returns the bytes that stay out of reach.
+        """
+        items = (lease.items or {}).values()
+        for item in items:
+            self._forget_writing(item)
+        self._room.unprotect(known, lease.rows, empties=True)
+        lease.rows = lease.rows[:0]
+        return sum(item.nbytes for item in items)
+
+    def _forget_writing(self, item: WriteItem) -> None:
+        writing = self._index.writing
+        writing[item.row] &= ~(1 << item.part)
+        if not writing[item.row]:
+            del writing[item.row]
+
+
+def _as_rows(rows: Iterable[int]) -> Rows:
+    """Those that there are."""
+    return np.array([row for row in rows if row >= 0], np.int32)
