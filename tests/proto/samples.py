@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,12 @@ def prologue(key: bytes) -> bytes:
         planes=len(part.planes),
     )
     return target.tobytes()
+
+
+def pieces(stream: bytes, cuts: list[int]) -> list[bytes]:
+    """`stream` cut at arbitrary places."""
+    edges = [0, *sorted(cut % (len(stream) + 1) for cut in cuts), len(stream)]
+    return [stream[start:end] for start, end in pairwise(edges)]
 
 
 if __name__ == "__main__":
