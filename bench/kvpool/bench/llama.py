@@ -103,6 +103,11 @@ class KvCache:
         return len(self._planes)
 
     @property
+    def planes(self) -> Array:
+        """All of it, (layers, 2, kv_heads, max_tokens, head_dim), C-contiguous and writable."""
+        return self._planes
+
+    @property
     def max_tokens(self) -> int:
         return self._planes.shape[3]
 
