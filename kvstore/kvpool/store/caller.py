@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
 from kvpool.proto import session as protocol
 from kvpool.proto import wire_pb2 as wire
-from kvpool.proto.errors import ProtocolError, from_code
+from kvpool.proto.errors import KvpoolError, ProtocolError, from_code
+from kvpool.transfer.copying import Bytes
 from kvpool.transfer.descriptors import map_regions, receive_descriptors
 from kvpool.transfer.memory import MappedRegion
 from kvpool.transfer.sockets import connect
@@ -39,20 +41,33 @@ class Caller:
 
     def call(self, body: Message) -> Message:
         """The response to `body`."""
+        return self.receive(self.send(body))
+
+    def send(self, body: Message, buffers: Sequence[Bytes] = ()) -> int:
+        """Sends `body` and raw bytes behind it; returns the request's id."""
         request_id = self._session.number(body)
-        self.stream.send(protocol.request_body(request_id, body), deadline=self._deadline_s)
-        message = self.receive(request_id)
+        frame = protocol.request_body(request_id, body)
+        self.stream.send(frame, buffers, deadline=self._deadline_s)
+        return request_id
+
+    def receive(self, request_id: int) -> Message:
+        """The next response to `request_id`."""
+        try:
+            answer_id, message, _ = self._session.receive(
+                self.stream.receive(deadline=self._deadline_s)
+            )
+            if answer_id != request_id:
+                raise ProtocolError(f"an answer to {answer_id} instead of {request_id}")
+        except KvpoolError:
+            self.stream.abort()  # a late answer would be taken for the next one
+            raise
         if isinstance(message, wire.Error):
             raise from_code(message.code, message.text)
         return message
 
-    def receive(self, request_id: int) -> Message:
-        """The next response. Raises `ProtocolError` if it is not to `request_id`."""
-        answer = self.stream.receive(deadline=self._deadline_s)
-        answer_id, message, _ = self._session.receive(answer)
-        if answer_id != request_id:
-            raise ProtocolError(f"an answer to request {answer_id} instead of {request_id}")
-        return message
+    def receive_into(self, buffers: Sequence[Bytes]) -> None:
+        """Raw bytes behind the last response."""
+        self.stream.receive_into(buffers, deadline=self._deadline_s)
 
     def notify(self, body: Message) -> None:
         """Sends without wanting a response."""

@@ -13,19 +13,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from typing import cast
 
 from kvpool.proto import frames
 from kvpool.proto import session as protocol
 from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.errors import BusyError, DeadlineError, KvpoolError
+from kvpool.store.keepalive import keep_alive
 from kvpool.store.service import Service
 
 log = logging.getLogger("kvpool")
 
 HELLO_DEADLINE_S = 10.0
 CONNECTIONS_MAX = 4096
-KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
-"""A TCP peer that has vanished is noticed after a minute (seconds; the last in milliseconds)."""
 
 
 class Control:
@@ -61,8 +61,7 @@ class ControlProtocol(asyncio.Protocol):
         self._deaf = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         control = self._control
         sock = transport.get_extra_info("socket")
         local = sock.family == socket.AF_UNIX
@@ -72,8 +71,7 @@ class ControlProtocol(asyncio.Protocol):
             control.hello_deadline_s, self._hello_is_late
         )
         control.open.add(self)
-        if not local:
-            _keep_alive(sock)
+        keep_alive(sock)
         if len(control.open) > control.connections_max:
             control.refused += 1
             self._fail(BusyError(f"{control.connections_max} connections are open already"))
@@ -143,9 +141,3 @@ class ControlProtocol(asyncio.Protocol):
         self._hello_timer.cancel()
         self._control.open.discard(self)
         self._connection.close()
-
-
-def _keep_alive(sock: socket.socket) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():
-        sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

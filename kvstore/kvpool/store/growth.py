@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 
 from kvpool.proto.errors import ConfigError, KvpoolError
 from kvpool.store.service import Domain, Health
@@ -71,3 +73,14 @@ class Growth:
                 f"{self._headroom} stay free (headroom): lower --capacity or --headroom, or free "
                 "memory"
             )
+
+
+def available_bytes() -> int:
+    """Memory that this process could take now, in bytes: what the system or its cgroup has."""
+    figures = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(figures["MemAvailable"].split()[0]) << 10
+    with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or no cgroup v2
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        current = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        available = min(available, limit - current)
+    return available

@@ -6,10 +6,11 @@ the next pages are taken; before each step the caller-given check may refuse wit
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvpool.proto.errors import ConfigError
+from kvpool.proto.errors import ConfigError, InvalidError
 from kvpool.store.store import Store
 from kvpool.transfer.memory import SharedMemory, SharedRegion
 
@@ -69,7 +70,8 @@ class Pool:
                 if missing := self.region_bytes - done:
                     check(min(STEP_BYTES, missing))
         except BaseException:
-            self.memory.drop_region(region.region)
+            with contextlib.suppress(InvalidError):  # the pool was closed meanwhile
+                self.memory.drop_region(region.region)
             raise
 
     def announce(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -34,13 +35,15 @@ _NAMESPACE = Namespace(
 )
 
 
-def self_test(address: str, secret: bytes) -> float:
-    """Publishes and pulls one chunk through the daemon at `address`; returns the seconds it took.
+def self_test(address: str, secret: bytes, data_addresses: Sequence[str] = ()) -> float:
+    """Publishes and pulls one chunk through the daemon at `address`, by shared memory and through
+    each data worker; returns the seconds it took.
 
     `secret` is that of the domain. Blocks; raises `InternalError` or what went wrong on the way.
     """
     started = time.monotonic()
-    with Caller(address, hello(secret.hex(), "self-test", worker=secret)) as daemon:
+    token = secret.hex()
+    with Caller(address, hello(token, "self-test", worker=secret)) as daemon:
         space, key, extent = _prepare(daemon)
         region_bytes, regions = daemon.attach(writable=True)
         views = [region.view() for region in regions]
@@ -50,6 +53,11 @@ def self_test(address: str, secret: bytes) -> float:
         finally:
             for region in regions:
                 region.close()
+        _delete(daemon, space, key)
+        for data_address in data_addresses:
+            with Caller(data_address, hello(token, "self-test")) as worker:
+                _stream(worker, space, key, extent)
+            _delete(daemon, space, key)
     return time.monotonic() - started
 
 
@@ -103,6 +111,27 @@ def _pull(
     if not np.array_equal(_extent(matched.extents, region_bytes, views, extent.size), extent):
         raise InternalError("self-test: the bytes that were pulled are not those published")
     daemon.notify(wire.Release(leases=matched.lease))
+
+
+def _stream(worker: Caller, space: int, key: bytes, extent: Bytes) -> None:
+    store = wire.Store(namespace=space, keys=key, nbytes=extent.size)
+    stored = worker.receive(worker.send(store, [extent]))
+    assert isinstance(stored, wire.Verdict)
+    _expect("store", stored.outcomes, Outcome.OK, stored.text)
+    request_id = worker.send(wire.Fetch(namespace=space, keys=key))
+    fetched = worker.receive(request_id)
+    assert isinstance(fetched, wire.Fetched)
+    pulled = np.empty(fetched.nbytes, np.uint8)
+    worker.receive_into([pulled])
+    verdict = worker.receive(request_id)
+    assert isinstance(verdict, wire.Verdict)
+    _expect("fetch", verdict.outcomes, Outcome.HIT, verdict.text)
+    at = prologue_bytes(_PART)
+    if not np.array_equal(pulled[at:], extent[at:]):
+        raise InternalError("self-test: the bytes that were fetched are not those stored")
+
+
+def _delete(daemon: Caller, space: int, key: bytes) -> None:
     deleted = daemon.call(wire.Delete(namespace=space, keys=key))
     assert isinstance(deleted, wire.Verdict)
     _expect("delete", deleted.outcomes, Outcome.OK, deleted.text)

@@ -165,6 +165,8 @@ class Service:
         self.connections: set[Connection] = set()
         self.health = Health()
         self.draining = False
+        self.carrier_status: Callable[[], dict[str, Any]] = dict
+        """What the carrier adds to the status."""
         self._authenticate = authenticate
         self._entropy = entropy
         self._tickets: dict[bytes, Ticket] = {}
@@ -253,6 +255,7 @@ class Service:
             "tenant": tenant,
             "connections": len(self.connections),
             "counters": asdict(self.counters),
+            **self.carrier_status(),
             "domains": {d.name: domain_status(d.store, tenant) | _pool_status(d) for d in shown},
         }
 
