@@ -264,7 +264,7 @@ class SlabAllocator:
             raise ValueError(f"address {addresses[outside][0]} is outside the tier")
         return addresses // self.segment_bytes
 
-    def used_segments(self, *, except_class: int) -> Integers:
+    def used_segments(self, except_class: int) -> Integers:
         """Segments, ascending, that serve another class than the one for `except_class` bytes.
 
         Emptying any of them makes room for that class.

@@ -1,0 +1,27 @@
+"""Which chunk goes when room is needed. A policy is one file here and one line below."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from kvpool.proto.errors import ConfigError
+from kvpool.store.eviction.base import Evictable, Policy
+
+# Imported on first use, so that a policy that nobody chose costs nothing.
+_POLICIES = {
+    "lru": "kvpool.store.eviction.lru:LruPolicy",
+}
+
+
+def policy_names() -> tuple[str, ...]:
+    """The names that `make_policy` accepts."""
+    return tuple(_POLICIES)
+
+
+def make_policy(name: str, capacity: int, evictable: Evictable) -> Policy:
+    """A new, empty policy for rows below `capacity`. `ConfigError` for an unknown name."""
+    if name not in _POLICIES:
+        raise ConfigError(f"there is no eviction policy {name!r}; choose {', '.join(_POLICIES)}")
+    module, _, kind = _POLICIES[name].partition(":")
+    policy: Policy = getattr(import_module(module), kind)(capacity, evictable)
+    return policy

@@ -1,0 +1,75 @@
+"""The contract of an eviction policy. Policies see integer rows: no keys, clock, bytes or I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.int32]
+"""Row numbers, shape ``(n,)``."""
+Evictable = Callable[[Rows], NDArray[np.bool_]]
+"""True where a row may go now: it has no children, lease or pin. The store's knowledge."""
+
+
+class Policy(Protocol):
+    """Orders the rows that are resident and says which go first.
+
+    A row is *known* from `admit` to `forget`. Which of the known rows may go is for `Evictable` to
+    say, which a policy asks in batches, only from `victims` and `unblock`, and only about known
+    rows.
+
+    Arrays of rows are in chain order, root first, and rows come once in each. A policy may keep
+    the array: do not change it afterwards.
+
+    Order within one chain: deeper rows are older ("tail first"), whatever else a policy thinks. It
+    holds within each call, so a publish admits its new rows *first* and touches the rows above
+    them *afterwards*; then its rows go deepest first, as if the chain had been stored at once.
+
+    Not thread-safe. `admit` and `touch` may defer their work; a wrong row may therefore raise in a
+    later call.
+    """
+
+    def __init__(self, capacity: int, evictable: Evictable) -> None:
+        """An empty policy. REQUIRES: all rows that it will ever see are below `capacity`."""
+
+    def admit(self, rows: Rows) -> None:
+        """These rows became resident. `ValueError` if one is known already."""
+
+    def touch(self, rows: Rows) -> None:
+        """These rows were used. On the path of every match: a few hundred nanoseconds.
+
+        `ValueError`, perhaps later, if one is not known.
+        """
+
+    def victims(self, n: int) -> Rows:
+        """The first `n` evictable rows in the order of eviction; fewer only if there are no more.
+
+        Each row comes once. They stay known until `forget`, and until something changes, asking
+        again gives the same rows first. Evicting a row may free its parent, which this call cannot
+        know: to evict in exact order, ask for one, `forget` it, `unblock` its parent, ask again.
+        """
+
+    def unblock(self, rows: Rows) -> None:
+        """These rows may have become evictable: last child evicted, lease released, unpinned.
+
+        REQUIRES: called after the change, for every row that ceased to be blocked; a policy sets
+        blocked rows aside and does not look at them again by itself. Unknown rows are ignored.
+        """
+
+    def demote(self, rows: Rows) -> None:
+        """Make these known rows the first victims, deepest first, until they are touched."""
+
+    def forget(self, rows: Rows) -> None:
+        """These rows left the store; their numbers may be admitted again at once.
+
+        `ValueError` if one is not known.
+        """
+
+    def statistics(self) -> Mapping[str, int]:
+        """Figures by name, for metrics and `check_integrity`'s readers; at least ``rows``."""
+
+    def check_integrity(self) -> None:
+        """`AssertionError` if the policy contradicts itself. Costs O(capacity)."""

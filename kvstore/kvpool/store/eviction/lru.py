@@ -1,0 +1,338 @@
+"""Exact least-recently-used order over the rows without children: leaf-only LRU.
+
+Each use gives a row a new *stamp* and appends an entry (row, stamp) to a log. An entry is *live*
+while its row still has that stamp, so the live entries list rows from the oldest use to the newest:
+
+    old end  [block 0] [block 1] ... [block k]  new end
+             ^ victims walk from here           ^ uses are appended here
+             ^ demoted and returning rows go before it
+
+What a walk finds blocked it never looks at again until `unblock` names it. What lies before the
+first victim, dead or blocked, is dropped; a dropped row that is unblocked returns to its place by
+stamp. Two blocks are cleaned of dead entries for each block of new ones, so that the log stays
+below two entries per row without a pause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.store.eviction.base import Evictable, Rows
+
+BLOCK_ROWS = 4096
+"""Entries of a log block, and uses that may wait for being logged."""
+_WINDOW_ROWS = 32
+"""Entries that a walk looks at first; doubled until it has found enough."""
+
+Stamps = NDArray[np.int64]
+
+# States of a row: does the log have its entry, and will a walk consider it?
+_UNKNOWN = 0
+_LOGGED = 1  # in the log, or a use is pending
+_BLOCKED = 2  # in the log, but was not evictable when a walk came by
+_DROPPED = 3  # likewise, and its entry is gone
+_RETURNING = 4  # dropped, and unblocked since
+
+
+class _Block:
+    """A piece of the log: entries ``[start, end)``, stamps ascending."""
+
+    __slots__ = ("end", "rows", "stamps", "start")
+
+    def __init__(self, size: int) -> None:
+        self.rows = np.empty(size, np.int32)
+        self.stamps = np.empty(size, np.int64)
+        self.start = self.end = 0
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def write(self, at: int, rows: Rows, stamps: Stamps) -> None:
+        self.rows[at : at + len(rows)] = rows
+        self.stamps[at : at + len(rows)] = stamps
+
+    def view(self, start: int, stop: int) -> tuple[Rows, Stamps]:
+        return self.rows[start:stop], self.stamps[start:stop]
+
+
+class LruPolicy:
+    """See `kvpool.store.eviction.base.Policy`.
+
+    Memory: 9 bytes per row of the capacity and at most 24 per known row. Time: what a walk finds
+    dead or blocked is paid for once; the longest call is the walk over rows that are all blocked.
+    """
+
+    def __init__(
+        self, capacity: int, evictable: Evictable, *, block_rows: int = BLOCK_ROWS
+    ) -> None:
+        """`block_rows` affects speed only; tests make it small to see many blocks."""
+        self._evictable = evictable
+        self._block_rows = block_rows
+        self._stamp = np.zeros(capacity, np.int64)  # of known rows; negative once demoted
+        self._state = np.zeros(capacity, np.uint8)
+        self._known = 0
+        self._newest = 0  # stamp
+        self._oldest = 0  # stamp
+        self._pending: list[Rows] = []  # uses that are not in the log yet, oldest first
+        self._pending_rows = 0
+        self._returning: list[Rows] = []
+        self._log = [_Block(block_rows)]  # never empty; only the last block takes new uses
+        self._spare: list[_Block] = []  # kept, because returning them would fragment the heap
+        self._cursor = 0  # block to clean next
+        self._uncleaned = 0  # entries that may have died since the last cleaning
+
+    def admit(self, rows: Rows) -> None:
+        if np.count_nonzero(self._state[rows]):
+            raise ValueError(f"admitted rows that are known already, of {rows}")
+        self._state[rows] = _LOGGED
+        self._known += len(rows)
+        self.touch(rows)
+
+    def touch(self, rows: Rows) -> None:
+        self._pending.append(rows)
+        self._pending_rows += len(rows)
+        if self._pending_rows >= self._block_rows:
+            self._flush()
+
+    def victims(self, n: int) -> Rows:
+        self._flush()
+        self._rejoin()
+        if n == 1 and len(head := self._evictable_head()):
+            return head
+        found = [np.empty(0, np.int32)]
+        missing, window = n, max(_WINDOW_ROWS, 2 * n)
+        index, position = 0, self._log[0].start
+        while missing > 0:
+            block = self._log[index]
+            if position == block.end:
+                if index + 1 == len(self._log):
+                    break
+                index += 1
+                position = self._log[index].start
+                continue
+            stop = min(position + window, block.end)
+            rows, first = self._sift(block, position, stop, drop=missing == n)
+            if missing == n:
+                self._drop_before(index, first)
+                index = 0
+            found.append(rows[:missing])
+            missing -= len(rows)
+            position, window = stop, 2 * window
+        return np.concatenate(found)
+
+    def unblock(self, rows: Rows) -> None:
+        states = self._state[rows]
+        self._state[rows[states == _BLOCKED]] = _LOGGED
+        dropped = rows[states == _DROPPED]
+        if len(dropped):
+            dropped = dropped[self._evictable(dropped)]
+            self._state[dropped] = _RETURNING
+            self._returning.append(dropped)
+
+    def demote(self, rows: Rows) -> None:
+        self._flush()
+        self._require_known(rows)
+        deepest_first = rows[::-1]
+        stamps = np.arange(self._oldest - len(rows), self._oldest)
+        self._oldest -= len(rows)
+        self._stamp[deepest_first] = stamps
+        self._state[deepest_first] = _LOGGED
+        self._prepend(deepest_first, stamps)
+        self._clean_after(len(rows))
+
+    def forget(self, rows: Rows) -> None:
+        self._flush()
+        self._require_known(rows)
+        self._stamp[rows] = 0
+        self._state[rows] = _UNKNOWN
+        self._known -= len(rows)
+        self._clean_after(len(rows))
+
+    def statistics(self) -> Mapping[str, int]:
+        """`rows` known, of these `blocked_rows` when last seen; `log_entries` live or dead."""
+        blocked = (self._state == _BLOCKED) | (self._state == _DROPPED)
+        return {
+            "rows": self._known,
+            "blocked_rows": int(np.count_nonzero(blocked)),
+            "log_entries": sum(map(len, self._log)) + self._pending_rows,
+        }
+
+    def check_integrity(self) -> None:
+        self._flush()
+        known = np.flatnonzero(self._state)
+        assert len(known) == self._known, "the count of known rows"
+        assert np.array_equal(known, np.flatnonzero(self._stamp)), "a stamp exactly for known rows"
+        assert all(map(len, self._log[1:-1])), "only the first and the last block may be empty"
+        rows = np.concatenate([block.view(block.start, block.end)[0] for block in self._log])
+        stamps = np.concatenate([block.view(block.start, block.end)[1] for block in self._log])
+        assert (np.diff(stamps) > 0).all(), "the log ascends"
+        live = np.sort(rows[self._stamp[rows] == stamps])
+        in_log = (self._state == _LOGGED) | (self._state == _BLOCKED)
+        assert np.array_equal(live, np.flatnonzero(in_log)), (
+            "one live entry for each row in the log"
+        )
+        returning = np.concatenate([np.empty(0, np.int32), *self._returning])
+        returning = returning[self._state[returning] == _RETURNING]
+        assert np.array_equal(np.sort(returning), np.flatnonzero(self._state == _RETURNING))
+        blocked = np.flatnonzero((self._state == _BLOCKED) | (self._state == _DROPPED))
+        lost = self._evictable(blocked.astype(np.int32))
+        assert not lost.any(), f"rows {blocked[lost]} are evictable, but nobody called unblock()"
+
+    def _require_known(self, rows: Rows) -> None:
+        states = self._state[rows]
+        if np.count_nonzero(states) < len(rows):
+            raise ValueError(f"rows that were never admitted: {rows[states == _UNKNOWN]}")
+
+    def _flush(self) -> None:
+        """Log the pending uses: of each call's rows, the deepest gets the smallest stamp."""
+        if not self._pending:
+            return
+        pending, self._pending, self._pending_rows = self._pending, [], 0
+        rows = np.concatenate([rows[::-1] for rows in pending])
+        self._require_known(rows)
+        stamps = np.arange(self._newest + 1, self._newest + 1 + len(rows))
+        self._newest += len(rows)
+        self._state[rows] = _LOGGED
+        if len(pending) == 1:
+            self._stamp[rows] = stamps
+        else:  # of a row's several uses, only the last needs an entry
+            np.maximum.at(self._stamp, rows, stamps)
+            last = self._stamp[rows] == stamps
+            rows, stamps = rows[last], stamps[last]
+        self._append(rows, stamps)
+        self._clean_after(len(rows))
+
+    def _evictable_head(self) -> Rows:
+        """The oldest row if it may go, else nothing: a single victim costs no walk."""
+        block = self._log[0]
+        # The victims before are dead entries now; more than a few are faster to walk over.
+        for position in range(block.start, min(block.start + 8, block.end)):
+            head = block.rows[position : position + 1]
+            row = int(head[0])
+            if self._stamp[row] == block.stamps[position]:
+                block.start = position
+                if self._state[row] == _LOGGED and self._evictable(head)[0]:
+                    return head.copy()
+                break
+        return np.empty(0, np.int32)
+
+    def _sift(self, block: _Block, start: int, stop: int, *, drop: bool) -> tuple[Rows, int]:
+        """The evictable rows among entries ``[start, stop)``, and the position of the first.
+
+        The others become blocked; with `drop`, those before the first become dropped.
+        """
+        rows, stamps = block.view(start, stop)
+        live = np.flatnonzero(self._stamp[rows] == stamps)
+        rows = rows[live]
+        good = self._state[rows] == _LOGGED
+        good[good] = self._evictable(rows[good])
+        self._state[rows[~good]] = _BLOCKED
+        first = int(good.argmax()) if good.any() else len(rows)
+        if drop and first:
+            self._state[rows[:first]] = _DROPPED
+        return rows[good], start + int(live[first]) if first < len(rows) else stop
+
+    def _drop_before(self, index: int, position: int) -> None:
+        """Shorten the log to what begins at this entry of this block."""
+        self._log[index].start = position
+        self._spare.extend(self._log[:index])
+        del self._log[:index]
+        self._cursor = max(0, self._cursor - index)
+
+    def _rejoin(self) -> None:
+        """Merge the returning rows into the log by stamp."""
+        if not self._returning:
+            return
+        rows, self._returning = np.concatenate(self._returning), []
+        rows = rows[self._state[rows] == _RETURNING]  # some were used or left since
+        if not len(rows):
+            return
+        self._state[rows] = _LOGGED
+        stamps = self._stamp[rows]
+        older_rows, older_stamps = self._cut_before(int(stamps.max()))
+        rows, stamps = np.append(rows, older_rows), np.append(stamps, older_stamps)
+        order = np.argsort(stamps)
+        self._prepend(rows[order], stamps[order])
+
+    def _cut_before(self, stamp: int) -> tuple[Rows, Stamps]:
+        """Take the entries that are older than `stamp` off the log; returns the live ones."""
+        rows, stamps = [], []
+        index = 0
+        while True:
+            block = self._log[index]
+            _, candidates = block.view(block.start, block.end)
+            cut = block.start + int(np.searchsorted(candidates, stamp))
+            rows.append(block.rows[block.start : cut])
+            stamps.append(block.stamps[block.start : cut])
+            if cut < block.end or index + 1 == len(self._log):
+                break
+            index += 1
+        older_rows, older_stamps = np.concatenate(rows), np.concatenate(stamps)
+        self._drop_before(index, cut)
+        live = self._stamp[older_rows] == older_stamps
+        return older_rows[live], older_stamps[live]
+
+    def _new_block(self, start: int) -> _Block:
+        block = self._spare.pop() if self._spare else _Block(self._block_rows)
+        block.start = block.end = start
+        return block
+
+    def _append(self, rows: Rows, stamps: Stamps) -> None:
+        while len(rows):
+            block = self._log[-1]
+            room = self._block_rows - block.end
+            if room == 0:
+                self._log.append(self._new_block(0))
+                continue
+            block.write(block.end, rows[:room], stamps[:room])
+            block.end += min(room, len(rows))
+            rows, stamps = rows[room:], stamps[room:]
+
+    def _prepend(self, rows: Rows, stamps: Stamps) -> None:
+        while len(rows):
+            block = self._log[0]
+            if block.start == 0:
+                self._log.insert(0, self._new_block(self._block_rows))
+                self._cursor += 1
+                continue
+            taken = min(block.start, len(rows))
+            block.start -= taken
+            block.write(block.start, rows[-taken:], stamps[-taken:])
+            rows, stamps = rows[:-taken], stamps[:-taken]
+
+    def _clean_after(self, deaths: int) -> None:
+        """Clean two blocks for each block of entries that may have died.
+
+        Then at most half of the entries die while the cursor crosses the log once, so that it
+        holds no more than two per row.
+        """
+        self._uncleaned += deaths
+        while self._uncleaned >= self._block_rows:
+            self._uncleaned -= self._block_rows
+            self._clean_next()
+            self._clean_next()
+
+    def _clean_next(self) -> None:
+        """Drop the block's dead entries, and fill the block before it with what is left."""
+        if self._cursor >= len(self._log) - 1:  # the last block is still being written
+            self._cursor = 0
+            return
+        block = self._log[self._cursor]
+        rows, stamps = block.view(block.start, block.end)
+        live = self._stamp[rows] == stamps
+        rows, stamps = rows[live], stamps[live]
+        if self._cursor:
+            before = self._log[self._cursor - 1]
+            room = self._block_rows - before.end
+            before.write(before.end, rows[:room], stamps[:room])
+            before.end += min(room, len(rows))
+            rows, stamps = rows[room:], stamps[room:]
+        block.write(0, rows, stamps)
+        block.start, block.end = 0, len(rows)
+        if len(rows):
+            self._cursor += 1
+        else:
+            self._spare.append(self._log.pop(self._cursor))
