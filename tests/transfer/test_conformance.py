@@ -357,6 +357,55 @@ def test_an_unknown_transport_is_named() -> None:
         make_transport("rdma")
 
 
+FORK = """
+    import os, sys, warnings
+    import numpy as np
+    from kvpool.proto.errors import KvpoolError
+    from kvpool.transfer import make_transport
+    from kvpool.transfer.base import Item
+    from kvpool.transfer.shm import SharedMemory
+
+    warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: on purpose
+    name, folder = sys.argv[1:]
+    memory = SharedMemory()
+    if name == "shm":
+        owner = make_transport("shm", memory=memory, address=f"unix:{folder}/s")
+        array = memory.create_region(100).array
+    else:
+        owner, array = make_transport(name), np.zeros(100, np.uint8)
+    region = owner.register(array)
+    peer = make_transport(name)
+    endpoint = peer.connect(owner.descriptor())
+    items = [Item(region.id, region.generation, 0, 100)]
+    pid = os.fork()
+    if not pid:
+        try:
+            endpoint.read(items, [bytearray(100)], 5)
+        except KvpoolError as error:
+            print(type(error).__name__, flush=True)
+        endpoint.close()
+        peer.close()
+        owner.close()
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    for user in (endpoint, peer.connect(owner.descriptor())):
+        transfer = user.read(items, [bytearray(100)], 5)
+        assert transfer.wait(5)
+        print(transfer.statuses[0].name)
+    peer.close()
+    owner.close()
+    """
+
+
+@pytest.mark.parametrize("name", ["shm", "tcp"])
+def test_a_fork_child_is_refused_and_disturbs_nothing(
+    spawn: Any, socket_folder: Path, name: str
+) -> None:
+    process = spawn(FORK, name, str(socket_folder))
+    output, _ = process.communicate(timeout=LONG)
+    assert output.split() == ["StaleError", "0", "OK", "OK"]
+
+
 OWNER = """
     import json, sys
     import numpy as np

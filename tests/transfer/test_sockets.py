@@ -5,6 +5,7 @@ import socket
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -174,3 +175,27 @@ def test_a_resolver_that_hangs_ends_at_the_deadline(monkeypatch: pytest.MonkeyPa
     with pytest.raises(DeadlineError, match="not resolved"):
         connect("tcp://slow.example:1", 0.05)
     released.set()
+
+
+FORK = """
+    import os, sys
+    from kvpool.proto.errors import UnreachableError
+    from kvpool.transfer.sockets import close_listener, connect, listen
+    address = sys.argv[1]
+    listener = listen(address)
+    ready, done = os.pipe(), os.pipe()
+    if not os.fork():
+        os.write(ready[1], b"x")
+        os.read(done[0], 1)
+        os._exit(0)
+    os.read(ready[0], 1)
+    listener.close()
+    close_listener(listen(address))
+    os.write(done[1], b"x")
+    print("free")
+    """
+
+
+def test_a_fork_child_does_not_keep_an_address_alive(spawn: Any, socket_folder: Path) -> None:
+    output, _ = spawn(FORK, f"unix:{socket_folder}/s").communicate(timeout=LONG)
+    assert output == "free\n"

@@ -17,6 +17,8 @@ from kvpool.transfer.base import Buffer
 Bytes: TypeAlias = NDArray[np.uint8]
 """A 1-D, contiguous view of uint8."""
 
+_UINT8 = np.dtype(np.uint8)
+
 PIECE = 4 << 20
 """Bytes that one `np.copyto` moves, so that signals are handled every millisecond or so."""
 
@@ -29,6 +31,11 @@ def copy(dst: Buffer, src: Buffer) -> None:
     target, source = as_bytes(dst, writable=True), as_bytes(src)
     if target.size != source.size:
         raise InvalidError(f"cannot copy {source.size} bytes into a buffer of {target.size}")
+    move(target, source)
+
+
+def move(target: Bytes, source: Bytes) -> None:
+    """The copy itself. REQUIRES: views of `as_bytes`, of the same length (nothing is checked)."""
     if source.size <= PIECE:
         np.copyto(target, source)
         return
@@ -45,13 +52,16 @@ def as_bytes(buffer: Buffer, writable: bool = False) -> Bytes:
     Python objects, is on a device, or is read-only although `writable` was asked for.
     """
     array = buffer if isinstance(buffer, np.ndarray) else _array_over(buffer)
+    flags = array.flags
+    if writable and array.ndim == 1 and array.dtype == _UINT8 and flags.carray:
+        return array  # by far the most frequent case
     if array.dtype.hasobject:
         raise InvalidError("a buffer of Python objects has no bytes to move")
-    if not array.flags.c_contiguous:
+    if not flags.c_contiguous:
         raise InvalidError(
             f"the buffer of shape {array.shape} and strides {array.strides} is not C-contiguous"
         )
-    if writable and not array.flags.writeable:
+    if writable and not flags.writeable:
         raise InvalidError("the buffer is read-only, but bytes are to be written to it")
     view = array.reshape(-1).view(np.uint8)
     if not writable:

@@ -34,7 +34,7 @@ from kvpool.transfer.base import (
     decode_descriptor,
     encode_descriptor,
 )
-from kvpool.transfer.copying import Bytes, as_bytes, copy
+from kvpool.transfer.copying import Bytes, as_bytes, move
 from kvpool.transfer.meter import Meter
 from kvpool.transfer.regions import RegionTable
 from kvpool.transfer.transfers import Finished
@@ -142,6 +142,7 @@ class InprocTransport:
         if owner is None or owner.closed:
             raise UnreachableError(f"no open inproc transport {address} in this process")
         endpoint = InprocEndpoint(owner, self._clock, self._sleep)
+        self._endpoints = [e for e in self._endpoints if e.state is not EndpointState.CLOSED]
         self._endpoints.append(endpoint)
         return endpoint
 
@@ -238,9 +239,9 @@ class _Move:
 def _copy_with_faults(target: Bytes, source: Bytes, fate: _Fate) -> Status:
     if fate.short_at is not None and source.size:
         nbytes = int(source.size * fate.short_at)
-        copy(target[:nbytes], source[:nbytes])
+        move(target[:nbytes], source[:nbytes])
         return Status.SHORT
-    copy(target, source)
+    move(target, source)
     if fate.flip_at is not None and source.size:
         byte, bit = divmod(int(source.size * 8 * fate.flip_at), 8)
         target[byte] ^= 1 << bit

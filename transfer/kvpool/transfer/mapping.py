@@ -40,7 +40,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class Mapping:
-    """`nbytes` of `fd` mapped MAP_SHARED; fork children do not inherit it.
+    """`nbytes` of `fd` mapped MAP_SHARED, as `array`; fork children do not inherit it.
 
     The pages are unmapped when the last view of `array` is gone, so that no view ever dangles. In
     a fork child the addresses stay reserved without access: a view kept across the fork faults,
@@ -56,11 +56,7 @@ class Mapping:
             _advise(address, nbytes, mmap.MADV_DONTFORK)
         except OSError as error:
             raise InvalidError(f"cannot map {nbytes} bytes: {error.strerror}") from error
-
-    @property
-    def array(self) -> Bytes:
-        """All bytes, writable if the map is."""
-        return np.asarray(self._pages)
+        self.array: Bytes = np.asarray(self._pages)
 
     def populate(self, offset: int, nbytes: int) -> bool:
         """Fault pages in, with an error where touching them would raise SIGBUS.

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvpool.proto.errors import InvalidError, KvpoolError, StaleError, UnreachableError
 from kvpool.transfer.base import (
@@ -30,7 +30,7 @@ from kvpool.transfer.base import (
     decode_descriptor,
     encode_descriptor,
 )
-from kvpool.transfer.copying import Bytes, as_bytes, copy
+from kvpool.transfer.copying import Bytes, as_bytes, move
 from kvpool.transfer.descriptors import (
     PassedRegion,
     map_regions,
@@ -127,6 +127,8 @@ class ShmEndpoint:
 
         Borrowed views stay valid; the maps go with the last of them.
         """
+        if os.getpid() != self._pid:
+            return
         regions, self._regions = self._regions or {}, None
         for region in regions.values():
             region.close()
@@ -148,11 +150,17 @@ class ShmEndpoint:
         check_batch(items, buffers, MAX_BATCH)
         views = [as_bytes(buffer, writable=not write) for buffer in buffers]
         started = time.monotonic()
-        with self._in_flight():
+        with self._changed:
+            self._moving += 1
+        try:
             statuses = [
                 self._move_one(regions, item, view, started + deadline, write)
                 for item, view in zip(items, views, strict=True)
             ]
+        finally:
+            with self._changed:
+                self._moving -= 1
+                self._changed.notify_all()
         if Status.OK in statuses:
             self._meter.observe(sum(view.size for view in views), time.monotonic() - started)
         return Finished(statuses)
@@ -174,19 +182,8 @@ class ShmEndpoint:
             remote = mapped.view(item.offset, item.nbytes)
         except StaleError:
             return Status.CANCELLED
-        copy(*((remote, local) if write else (local, remote)))
+        move(*((remote, local) if write else (local, remote)))
         return Status.OK
-
-    @contextlib.contextmanager
-    def _in_flight(self) -> Iterator[None]:
-        with self._changed:
-            self._moving += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._moving -= 1
-                self._changed.notify_all()
 
 
 class ShmTransport:
@@ -205,6 +202,7 @@ class ShmTransport:
     ) -> None:
         """An owner gives `memory` (which stays its own to close) and an `address` unix:PATH, where
         peers get maps that are read-only unless `writable`. Raises as `sockets.listen`."""
+        self._pid = os.getpid()
         self._memory = memory
         self._address = address
         self._writable = writable
@@ -242,10 +240,13 @@ class ShmTransport:
         (address,) = decode_descriptor(descriptor, self.name, "address")
         with connect(address, ATTACH_DEADLINE_S) as sock:
             endpoint = ShmEndpoint(map_regions(receive_descriptors(sock, ATTACH_DEADLINE_S)))
+        self._endpoints = [e for e in self._endpoints if e.state is not EndpointState.CLOSED]
         self._endpoints.append(endpoint)
         return endpoint
 
     def close(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a fork child has nothing of it, and must not end what its parent serves
         for endpoint in self._endpoints:
             endpoint.close()
         self._endpoints.clear()

@@ -10,6 +10,7 @@ import socket
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -80,15 +81,19 @@ def connect(address: str, deadline: float) -> socket.socket:
 def listen(address: str) -> socket.socket:
     """A blocking listener; port 0 lets the system choose one.
 
-    A Unix socket gets mode 0600 and replaces the file of a dead listener. Raises `InvalidError` if
-    a live listener (or a file that is no socket) is there, and `UnreachableError` if the system
+    A Unix socket gets mode 0600 and replaces the file of a dead listener. Fork children do not
+    inherit it: with one of them left, the address would look alive for ever. Raises `InvalidError`
+    if a live listener (or a file that is no socket) is there, and `UnreachableError` if the system
     refuses.
     """
     target = parse(address)
     try:
         if isinstance(target, UnixAddress):
-            return _listen_unix(target.path)
-        return _listen_tcp(target, address)
+            listener = _listen_unix(target.path)
+        else:
+            listener = _listen_tcp(target, address)
+        _of_this_process.add(listener)
+        return listener
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise InvalidError(f"somebody listens on {address} already") from error
@@ -233,3 +238,15 @@ def _remove_dead(path: str) -> None:
             os.unlink(path)
             return
     raise InvalidError(f"somebody listens on unix:{path} already")
+
+
+_of_this_process: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for listener in _of_this_process:
+        listener.close()
+    _of_this_process.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -123,6 +123,7 @@ class TcpTransport:
         Whoever knows the descriptor may read and write: the bytes are neither encrypted nor
         authenticated, so an address beyond loopback needs a network that can be trusted.
         """
+        self._pid = os.getpid()
         self._address = address
         self._check = check
         self._lock = threading.Lock()
@@ -153,10 +154,13 @@ class TcpTransport:
             endpoint = TcpEndpoint(address, bytes.fromhex(token))
         except ValueError as error:
             raise ProtocolError("the token of the descriptor is not hexadecimal") from error
+        self._endpoints = [e for e in self._endpoints if e.state is not EndpointState.CLOSED]
         self._endpoints.append(endpoint)
         return endpoint
 
     def close(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a fork child has nothing of it, and must not end what its parent serves
         for endpoint in self._endpoints:
             endpoint.close()
         self._endpoints.clear()
@@ -349,6 +353,8 @@ class TcpEndpoint:
         return self._state
 
     def close(self) -> None:
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             self._state = EndpointState.CLOSED
             batches = list(self._batches)
