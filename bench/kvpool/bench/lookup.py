@@ -124,7 +124,7 @@ def _measure(
         progress(f"load {load}: round {round_number + 1} of {rounds}")
         for batch in batches:
             pings = [client.ping() for _ in range(samples)]
-            asked = [table[rng.integers(0, len(table), batch)].tobytes() for _ in range(samples)]
+            asked = [_distinct(table, batch, rng) for _ in range(samples)]
             matches = [_one_match(session, packed) for packed in asked]
             found[batch].pings += pings
             found[batch].matches += matches
@@ -140,6 +140,13 @@ def _measure(
         }
         for batch, one in found.items()
     ]
+
+
+def _distinct(
+    table: np.ndarray[tuple[int, int], np.dtype[np.uint8]], count: int, rng: np.random.Generator
+) -> bytes:
+    """`count` different keys in random order."""
+    return table[rng.choice(len(table), count, replace=False)].tobytes()
 
 
 def _one_match(session: Session, packed: bytes) -> float:
