@@ -407,7 +407,7 @@ class SlabAllocator:
         order = np.argsort(row, kind="stable")
         rows, were_full = kind.put(row[order], slots[order])
         empty = kind.free[rows] == kind.slots
-        for segment in kind.segment[rows[were_full & ~empty]].tolist():
+        for segment in kind.segment[rows[were_full]].tolist():
             heappush(kind.open, segment)
         if empty.any():
             self._release(kind, rows[empty])
