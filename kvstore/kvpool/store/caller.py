@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from typing import Self
 
 from google.protobuf.message import Message
 
@@ -91,7 +92,7 @@ class Caller:
     def close(self) -> None:
         self.stream.close()
 
-    def __enter__(self) -> Caller:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

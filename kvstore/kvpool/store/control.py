@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
+from collections import deque
 from typing import cast
 
 from kvpool.proto import frames
@@ -26,6 +28,8 @@ log = logging.getLogger("kvpool")
 
 HELLO_DEADLINE_S = 10.0
 CONNECTIONS_MAX = 4096
+TURN_S = 0.002
+"""How long one client's requests may keep the loop, checked between requests."""
 
 
 class Control:
@@ -58,6 +62,11 @@ class ControlProtocol(asyncio.Protocol):
     def __init__(self, control: Control) -> None:
         self._control = control
         self._session = protocol.ServerSession()
+        self._pending: deque[wire.Request | None] = deque()
+        self._working = False
+        """`_work` is due."""
+        self._full = False
+        """The peer does not take its answers."""
         self._deaf = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -80,17 +89,44 @@ class ControlProtocol(asyncio.Protocol):
         if self._deaf:
             return
         try:
-            requests = self._session.receive(data)
+            self._pending.extend(self._session.receive(data))
         except KvpoolError as error:
             self._control.service.counters.protocol_faults += 1
             log.warning("%s: %s", self._name, error)
             self._fail(error)
             return
-        answers = [self._answer(request) for request in requests]
-        self._transport.write(b"".join(answers))
+        if not self._working:
+            self._work()
+
+    def _work(self) -> None:
+        """Answers what is pending, for a short time: then it is the others' turn."""
+        self._working = False
+        until = time.monotonic() + TURN_S
+        answers = []
+        while self._pending and time.monotonic() < until:
+            answers.append(self._answer(self._pending.popleft()))
+        if answers:
+            self._transport.write(b"".join(answers))
+            self._check_hello()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Reads only while nothing is pending and the peer takes its answers."""
+        if self._deaf or self._transport.is_closing():
+            return
+        if self._full or self._pending:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+        if self._pending and not self._full and not self._working:
+            self._working = True
+            asyncio.get_running_loop().call_soon(self._work)
+
+    def _check_hello(self) -> None:
+        """After the first answers. A ping is none to wait for."""
         if self._connection.welcomed:
             self._hello_timer.cancel()
-        elif any(requests):  # Hello was refused, and there is no second one
+        elif self._session.state is protocol.State.READY:  # refused, and there is no second one
             self._hello_timer.cancel()
             self.close()
 
@@ -115,6 +151,7 @@ class ControlProtocol(asyncio.Protocol):
     def _fail(self, error: KvpoolError) -> None:
         """Tells the peer and hears it no more."""
         self._deaf = True
+        self._pending.clear()
         self._hello_timer.cancel()
         self._transport.write(protocol.response_frame(0, protocol.error_body(error)))
         if not self._connection.attached:
@@ -126,18 +163,18 @@ class ControlProtocol(asyncio.Protocol):
         self._transport.close()
 
     def pause_writing(self) -> None:
-        # A peer that does not read its answers gets no more of them made.
-        if not self._deaf:
-            self._transport.pause_reading()
+        self._full = True
+        self._go_on()
 
     def resume_writing(self) -> None:
-        if not self._deaf and not self._transport.is_closing():
-            self._transport.resume_reading()
+        self._full = False
+        self._go_on()
 
     def eof_received(self) -> bool:
         return False  # close
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._hello_timer.cancel()
+        self._pending.clear()
         self._control.open.discard(self)
         self._connection.close()

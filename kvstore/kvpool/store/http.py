@@ -42,13 +42,13 @@ class HttpPort:
         self._state = state
         self._status = status
         self._allows = allows
-        self._open = 0
+        self.connections = 0
         self._metrics = b""
         self._metrics_at = float("-inf")
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """The callback of `asyncio.start_server`."""
-        self._open += 1
+        self.connections += 1
         try:
             async with asyncio.timeout(DEADLINE_S):
                 answer = await self._answer(reader)
@@ -59,16 +59,17 @@ class HttpPort:
         except Exception:
             log.exception("an HTTP request failed")
         finally:
-            self._open -= 1
+            self.connections -= 1
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader) -> Answer:
-        if self._open > CONNECTIONS_MAX:
-            return _plain(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections")
         try:
             head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.LimitOverrunError:
             return _plain(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "the header is too large")
+        # Not before: closing with the request unread would reset the connection.
+        if self.connections > CONNECTIONS_MAX:
+            return _plain(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections")
         lines = head.decode("latin-1").split("\r\n")
         words = lines[0].split(" ")
         if len(words) != 3 or not words[2].startswith("HTTP/1."):

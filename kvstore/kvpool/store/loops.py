@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 log = logging.getLogger("kvpool")
@@ -69,7 +70,7 @@ class Lag:
 
     def tick(self) -> None:
         """To be called every `LAG_TICK_S`."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()  # the loop's own time stands still while a callback runs
         if now - self._started > LAG_WINDOW_S:
             self._worst = [0.0, self._worst[0]]
             self._started = now
