@@ -34,6 +34,7 @@ from kvpool.store.control import Control
 from kvpool.store.daemon import Daemon, run
 from kvpool.store.embedded import embedded_service
 from kvpool.store.loops import Loops
+from kvpool.store.memory import AvailableMemory
 from kvpool.store.ports import prepare_folder
 from kvpool.store.tenants import load_tenants
 from kvpool.transfer.sockets import connect
@@ -96,12 +97,15 @@ def test_it_is_ready_only_after_a_publish_and_a_pull_through_itself(daemon: Runn
 def start_here(
     folder: Path,
     settings: Mapping[str, str] | None = None,
-    available: Callable[[], int] = lambda: 1 << 30,
+    available_bytes: int = 1 << 30,
 ) -> None:
     """Runs a daemon inside this process, for those that must not start."""
     config = load(
         {"socket": str(folder / "k.sock"), "capacity": "32MiB", **(settings or {})}
     ).config
+
+    def available(headroom: int) -> AvailableMemory:
+        return AvailableMemory(available_bytes - headroom, "the test")
 
     def announce(_: Daemon) -> None:
         raise AssertionError("it became ready")
@@ -167,8 +171,8 @@ def test_a_second_daemon_on_the_same_port_is_refused(
 
 def test_a_pool_beyond_the_available_memory_is_refused_with_figures(folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        start_here(folder, {"headroom": "16MiB"}, lambda: 40 << 20)
-    for figure in (32 << 20, 40 << 20, 16 << 20):
+        start_here(folder, {"headroom": "16MiB"}, 40 << 20)
+    for figure in (32 << 20, 24 << 20, 16 << 20):
         assert str(figure) in str(caught.value)
 
 

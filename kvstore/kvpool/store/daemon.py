@@ -14,9 +14,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from kvpool.store.config import ServeConfig
-from kvpool.store.growth import Growth, available_bytes
+from kvpool.store.growth import Growth
 from kvpool.store.http import HttpPort
 from kvpool.store.loops import LAG_TICK_S, Lag, Loops
+from kvpool.store.memory import AvailableMemory, available_bytes
 from kvpool.store.ports import Ports
 from kvpool.store.selftest import self_test
 from kvpool.store.service import Domain, Service, new_domain
@@ -39,9 +40,9 @@ class Daemon:
         config: ServeConfig,
         tenants: Tenants,
         *,
-        available: Callable[[], int] = available_bytes,
+        available: Callable[[int], AvailableMemory] = available_bytes,
     ) -> None:
-        """`available()` is the memory in bytes that could be taken now."""
+        """`available(headroom)` is the memory that could be taken now."""
         self.config = config
         self._tenants = tenants
         domains = [self._new_domain(name, capacity) for name, capacity in tenants.domains.items()]

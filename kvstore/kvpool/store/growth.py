@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 
 from kvpool.proto.errors import ConfigError, KvpoolError
+from kvpool.store.memory import AvailableMemory
 from kvpool.store.service import Domain, Health
 
 log = logging.getLogger("kvpool")
@@ -22,12 +21,12 @@ class Growth:
         domains: Sequence[Domain],
         health: Health,
         *,
-        available: Callable[[], int],
+        available: Callable[[int], AvailableMemory],
         headroom: int,
         populate: bool,
     ) -> None:
-        """`available()` is the memory in bytes that could be taken now, of which `headroom`
-        must stay."""
+        """`available(headroom)` is the memory that could be taken now beside the headroom, in
+        bytes."""
         self._domains = domains
         self._health = health
         self._available = available
@@ -66,21 +65,10 @@ class Growth:
         domain.pool.announce()
 
     def _check(self, nbytes: int) -> None:
-        available = self._available()
-        if nbytes > available - self._headroom:
+        found = self._available(self._headroom)
+        if nbytes > found.available_bytes:
             raise ConfigError(
-                f"{nbytes} more bytes are wanted, but only {available} are available, of which "
-                f"{self._headroom} stay free (headroom): lower --capacity or --headroom, or free "
-                "memory"
+                f"{nbytes} more bytes are wanted, but {found.source} leaves only "
+                f"{found.available_bytes} beside the headroom of {self._headroom}: lower "
+                "--capacity or --headroom, or free memory"
             )
-
-
-def available_bytes() -> int:
-    """Memory that this process could take now, in bytes: what the system or its cgroup has."""
-    figures = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(figures["MemAvailable"].split()[0]) << 10
-    with contextlib.suppress(OSError, ValueError):  # no limit ("max"), or no cgroup v2
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        current = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        available = min(available, limit - current)
-    return available
