@@ -6,6 +6,7 @@ import copy
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpool.proto import errors
@@ -87,7 +88,7 @@ def test_the_numbers_of_outcomes_and_reasons_are_stable() -> None:
         assert [kind(number).name for number in range(len(names))] == names
 
 
-@pytest.mark.parametrize("number", [200, 255, 2**32 - 1, -1])
+@pytest.mark.parametrize("number", [200, 255, 2**32 - 1, -1, np.uint8(200)])
 def test_an_unknown_outcome_is_a_miss_and_an_unknown_reason_is_unknown(number: int) -> None:
     assert Outcome(number) is Outcome.MISS
     assert Reason(number) is Reason.UNKNOWN

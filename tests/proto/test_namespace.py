@@ -15,6 +15,7 @@ from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.errors import InvalidError, NamespaceError
 from kvpool.proto.layout import NBYTES_MAX, PARTS_MAX, PLANES_MAX, Part, Plane
 from kvpool.proto.namespace import CHUNK_TOKENS_MAX, Namespace
+from tests.proto.examples import examples
 from tests.proto.samples import NATIVE, PORTABLE
 
 PLANE = Plane("l0", 64, 2)
@@ -152,6 +153,7 @@ namespaces = st.builds(
 
 
 @given(namespaces, namespaces, word, word)
+@examples(0.3)
 def test_digests_are_equal_exactly_when_everything_is(
     a: Namespace, b: Namespace, tenant: str, other_tenant: str
 ) -> None:
@@ -163,6 +165,7 @@ def test_digests_are_equal_exactly_when_everything_is(
 
 
 @given(st.text("ab", min_size=7, max_size=12), st.data())
+@examples(0.5)
 def test_one_text_cut_differently_into_fields_gives_different_digests(
     text: str, data: st.DataObject
 ) -> None:
@@ -183,6 +186,7 @@ def test_one_text_cut_differently_into_fields_gives_different_digests(
 
 
 @given(namespaces)
+@examples(0.3)
 def test_a_record_survives_the_wire(namespace: Namespace) -> None:
     raw = namespace.to_record().SerializeToString()
     assert Namespace.from_record(wire.NamespaceRecord.FromString(raw)) == namespace

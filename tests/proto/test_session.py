@@ -48,6 +48,7 @@ from kvpool.proto.session import (
     response_frame,
 )
 from tests.proto import wire_samples
+from tests.proto.examples import examples
 from tests.proto.samples import pieces
 
 REQUESTS = wire_samples.kinds("Request")
@@ -471,7 +472,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 
 
 @given(st.one_of(st.binary(max_size=60), damaged()))
-@settings(max_examples=400)
+@examples(3)
 def test_no_bytes_of_a_peer_raise_a_foreign_exception(body: bytes) -> None:
     for receive in (
         parse_request,
@@ -664,13 +665,13 @@ class Conversation(RuleBasedStateMachine):
 
 
 TestConversation = Conversation.TestCase
-TestConversation.settings = settings(max_examples=60, stateful_step_count=40)
+TestConversation.settings = settings(examples(0.4), stateful_step_count=40)
 
 
 @given(
     st.lists(st.sampled_from(REQUESTS[1:]), max_size=6), st.lists(st.integers(0, 2000), max_size=20)
 )
-@settings(max_examples=60)
+@examples(0.5)
 def test_a_server_hears_the_same_however_the_stream_is_cut(
     kinds: list[str], cuts: list[int]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import SupportsIndex
 
 
 class Outcome(IntEnum):
@@ -43,7 +44,7 @@ class Outcome(IntEnum):
     @classmethod
     def _missing_(cls, value: object) -> Outcome | None:
         # A number that only a newer peer knows: whatever it means, the bytes are not to be had.
-        return cls.MISS if isinstance(value, int) else None
+        return cls.MISS if isinstance(value, SupportsIndex) else None
 
 
 class Reason(IntEnum):
