@@ -22,9 +22,11 @@ from kvpool.proto.errors import InvalidError, TooLargeError
 ALIGN_BYTES = 64
 """Every address is a multiple of a cache line."""
 PAGE_BYTES = 4096
-"""Segments, and slots from 64 KiB on, are whole pages (direct I/O needs that)."""
-_STEPS_LOG2 = 3
-"""Eight classes from one power of two to the next: steps of at most 1/8."""
+"""Segments, and slots from `PAGED_FROM` on, are whole pages (direct I/O needs that)."""
+PAGED_FROM = 64 << 10
+_STEPS_LOG2 = 5
+"""32 classes from one power of two to the next: steps of at most 1/32. KV payloads are often a
+power of two, and their extent is just above it: coarser steps would waste most of a step on each."""
 _FEW = 16
 """Up to here plain integers are faster than some thirty array operations (measured)."""
 
@@ -214,8 +216,8 @@ class SlabAllocator:
     def slot_bytes(self, nbytes: int) -> int:
         """The size class for `nbytes`: the smallest slot that holds them.
 
-        Slots are multiples of 64 bytes, from 64 KiB on of 4096, and exceed what they hold by less
-        than 1/8 or 64 bytes. Raises `TooLargeError` where no segment could hold one.
+        Slots are multiples of 64 bytes, above 64 KiB of 4096, and exceed what they hold by less
+        than 1/32 or one such multiple. Raises `TooLargeError` where no segment could hold one.
         """
         if nbytes <= 0:
             raise ValueError(f"nbytes={nbytes}: there is no slot for nothing")
@@ -224,7 +226,8 @@ class SlabAllocator:
                 f"{nbytes} bytes exceed a segment of {self.segment_bytes}: "
                 "use smaller chunks, or give the tier a larger segment size"
             )
-        step = max(ALIGN_BYTES, 1 << max(0, (nbytes - 1).bit_length() - 1 - _STEPS_LOG2))
+        align = PAGE_BYTES if nbytes > PAGED_FROM else ALIGN_BYTES
+        step = max(align, 1 << max(0, (nbytes - 1).bit_length() - 1 - _STEPS_LOG2))
         return min(-(-nbytes // step) * step, self.segment_bytes)
 
     def allocate(self, nbytes: int, count: int) -> Addresses:
