@@ -1,10 +1,13 @@
 """The client: sessions that match, pull and publish KV. See `examples/embed.py`."""
 
-from kvpool.client.aio import AsyncClient, AsyncPublication, AsyncSession, connect_async
-from kvpool.client.api import Client, Publication, Session, connect
+from kvpool.client.aio import AsyncClient, connect_async
+from kvpool.client.aio_sessions import AsyncPublication, AsyncSession
+from kvpool.client.api import Client, connect
+from kvpool.client.borrowing import Borrow
 from kvpool.client.local import LocalStore
 from kvpool.client.prefix import usable_prefix
-from kvpool.client.results import Borrow, Explanation, Match, Publish, Pull
+from kvpool.client.results import Explanation, Match, Publish, Pull
+from kvpool.client.sessions import Publication, Session
 from kvpool.proto.keys import Extra
 from kvpool.proto.layout import Part, Plane, native, portable
 from kvpool.proto.namespace import Namespace

@@ -1,50 +1,86 @@
 """What a client operation asks of the world, so that it is written once for sync and async.
 
-An operation is a generator: it yields effects and gets their results. `Link` drivers run it, by
-blocking calls (`kvpool.client.blocking`) or by awaiting (`kvpool.client.awaiting`)::
+An operation is a generator: it yields effects and gets their results. A driver runs it, by blocking
+calls (`kvpool.client.blocking`) or by awaiting (`kvpool.client.awaiting`)::
 
-    welcome = yield Call(wire.Hello(...))       one request, its response
-    nbytes  = yield Work(copy, 64 << 20)        a blocking function (a bulk copy)
-    yield Dial()                                connect anew
+    channel = yield Dial()                      a fresh connection
+    welcome = yield Call(channel, hello)        one request, its response
+    copied  = yield Work(copy, 64 << 20)        a blocking function (a bulk copy)
     yield Exclusive(steps)                      run other steps, one caller at a time
+
+All effects of one operation share its deadline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+class Channel(Protocol):
+    """One connection to the service. It is bound to one life of the daemon: it never reconnects."""
+
+    @property
+    def alive(self) -> bool:
+        """False once the peer has closed it, or what travels on it has lost its meaning."""
+
+    @property
+    def silent(self) -> bool:
+        """A deadline has passed since the peer was last heard."""
+
+    def call(self, body: Message | None, end: float) -> Any:
+        """The response to `body` (None: a ping) before `end` on the monotonic clock; of an async
+        driver's channel, an awaitable of it.
+
+        An Error response is returned as it is. Raises `UnreachableError`, `DeadlineError`,
+        `ProtocolError`.
+        """
+
+    def notify(self, body: Message) -> None:
+        """Sends without wanting a response. Best effort: never raises, never waits for long."""
+
+    def close(self) -> None:
+        """The peer takes back all that this connection holds. Idempotent."""
+
+    def forget(self) -> None:
+        """In a fork child: drop the inherited connection without disturbing the parent's."""
+
+
+@dataclass(slots=True)
 class Call:
-    """Send `body`, get the response. An Error response is raised as its exception."""
+    """Send `body` (None: a ping), get the response. An Error response is raised."""
 
-    body: Message
+    channel: Channel
+    body: Message | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
-    """Run `function`, which blocks; `nbytes` tells an async driver whether a thread pays."""
+    """Run `function(end)`, which blocks, at most until about `end` on the monotonic clock.
 
-    function: Callable[[], Any]
+    `nbytes` (0: unknown) tells an async driver whether a thread pays.
+    """
+
+    function: Callable[[float], Any]
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Dial:
-    """Open a fresh connection to the daemon. Raises `UnreachableError`."""
+    """Open a fresh `Channel`. Raises `UnreachableError`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Exclusive:
-    """Run `steps` while nobody else runs any under the same link's lock."""
+    """Run `steps`, for at most `seconds`, while nobody else runs any under the driver's lock."""
 
     steps: Callable[[], Steps[None]]
+    seconds: float = float("inf")
 
 
 Effect = Call | Work | Dial | Exclusive

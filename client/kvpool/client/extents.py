@@ -1,61 +1,31 @@
-"""Bytes of one part between extents and the caller's buffers, with their checksums.
-
-A *selection* is what is wanted of a chunk: some planes, whole or cut to a token range. The caller
-gives one buffer per chunk (the selected pieces packed in order) or one buffer per plane.
-"""
+"""Bytes of one part between extents and the caller's buffers, with their checksums."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
-from kvpool.proto.chunk import plane_sums, prologue_bytes, read_prologue, sum_seed, write_prologue
-from kvpool.proto.errors import InvalidError
-from kvpool.proto.keys import KEY_BYTES
-from kvpool.proto.layout import Part, token_ranges
+from kvpool.client.selection import Destination, Selection, buffers_for, planes_of, scatter
+from kvpool.proto.chunk import prologue_bytes, read_prologue, sum_seed, write_prologue
+from kvpool.proto.layout import Part
 from kvpool.proto.namespace import Namespace
 from kvpool.proto.outcomes import Outcome
-from kvpool.transfer.copying import Bytes, as_bytes, copy
+from kvpool.transfer.copying import Bytes, copy
 
-Destination = list[Bytes]
+BLOCK = 256 << 10
+"""Bytes that are copied and then summed while they are in the core's own cache."""
 
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """Pieces (plane, offset in the payload, bytes) to move, in order; see `select`."""
-
-    planes: tuple[int, ...]
-    pieces: tuple[tuple[int, int, int], ...]
-    plane_bytes: tuple[int, ...]
-    """Selected bytes of each selected plane."""
-    whole: bool
-    """All pieces are whole planes."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.plane_bytes)
-
-
-@lru_cache(maxsize=4096)
-def select(part: Part, planes: tuple[int, ...], tokens: int, first: int, last: int) -> Selection:
-    """Tokens [first, last) of `planes` of a chunk of `tokens`. Raises `InvalidError`."""
-    starts = part.offsets()
-    pieces: list[tuple[int, int, int]] = []
-    sizes = []
-    for plane in planes:
-        cut = list(token_ranges(part.planes[plane], tokens, first, last))
-        pieces += [(plane, starts[plane] + offset, nbytes) for offset, nbytes in cut]
-        sizes.append(sum(nbytes for _, nbytes in cut))
-    return Selection(planes, tuple(pieces), tuple(sizes), (first, last) == (0, tokens))
+Sums = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
 class PartFormat:
-    """How one part of a namespace lies in its extents."""
+    """How one part of a namespace lies in its extents: prologue, then the planes."""
 
     digest: bytes
     layout_id: int
@@ -63,6 +33,7 @@ class PartFormat:
     part: Part
     prologue: int
     starts: tuple[int, ...]
+    """Start of each plane inside the payload, and the payload's end."""
 
     @classmethod
     def of(cls, namespace: Namespace, digest: bytes, number: int) -> PartFormat:
@@ -70,14 +41,25 @@ class PartFormat:
         return cls(digest, namespace.layout_id, number, part, prologue_bytes(part), part.offsets())
 
     @property
+    def payload_bytes(self) -> int:
+        return self.starts[-1]
+
+    @property
     def extent_bytes(self) -> int:
         return self.prologue + self.starts[-1]
+
+    @property
+    def planes(self) -> int:
+        """Number of planes."""
+        return len(self.starts) - 1
+
+    # ---- reading
 
     def deliver(
         self,
         extent: Bytes,
         key: bytes,
-        generation: int | None,
+        generation: int,
         selection: Selection,
         into: Destination,
         verify: bool,
@@ -85,176 +67,127 @@ class PartFormat:
         """Copies the selection out of `extent`; (HIT or CORRUPT, whether it was verified).
 
         Whole planes are verified where they have landed; of a plane that is cut, the source is.
+        Without `verify` only the header is looked at.
         """
-        sums = self._sums(extent, key, generation) if verify else None
+        sums = self._sums(extent, key, generation)
         if isinstance(sums, str):
             return Outcome.CORRUPT, True
         payload = extent[self.prologue :]
-        if sums is not None and not selection.whole:
-            planes = [payload[self.starts[p] : self.starts[p + 1]] for p in selection.planes]
-            if not self._intact(planes, sums, selection.planes, key):
-                return Outcome.CORRUPT, True
-        scatter(payload, selection, into)
-        if sums is not None and selection.whole:
-            planes = _planes_of(selection, into)
-            if not self._intact(planes, sums, selection.planes, key):
-                return Outcome.CORRUPT, True
-        return Outcome.HIT, sums is not None
+        if sums is None or not verify:
+            scatter(payload, selection, into)
+            return Outcome.HIT, False
+        seed = sum_seed(key, self.number)
+        if selection.whole:
+            landed = [
+                copy_and_sum(target, payload[self.starts[plane] : self.starts[plane + 1]], seed)
+                for plane, target in zip(selection.planes, planes_of(selection, into), strict=True)
+            ]
+        else:
+            landed = [
+                xxhash.xxh3_64_intdigest(payload[self.starts[plane] : self.starts[plane + 1]], seed)
+                for plane in selection.planes
+            ]
+        if landed != sums[list(selection.planes)].tolist():
+            return Outcome.CORRUPT, True
+        if not selection.whole:
+            scatter(payload, selection, into)
+        return Outcome.HIT, True
 
     def verify_landed(
-        self, head: Bytes, key: bytes, selection: Selection, into: Destination
+        self, head: Bytes, key: bytes, selection: Selection, into: Destination, verify: bool
     ) -> tuple[Outcome, bool]:
         """As `deliver` for bytes that came over a stream; a plane that is cut stays unverified."""
         sums = self._sums(head, key, None)
         if isinstance(sums, str):
             return Outcome.CORRUPT, True
-        if sums is None or not selection.whole:
+        if sums is None or not verify or not selection.whole:
             return Outcome.HIT, False
-        intact = self._intact(_planes_of(selection, into), sums, selection.planes, key)
+        seed = sum_seed(key, self.number)
+        landed = [xxhash.xxh3_64_intdigest(plane, seed) for plane in planes_of(selection, into)]
+        intact = landed == sums[list(selection.planes)].tolist()
         return (Outcome.HIT if intact else Outcome.CORRUPT), True
 
-    def _sums(self, extent: Bytes, key: bytes, generation: int | None) -> object:
+    def _sums(self, extent: Bytes, key: bytes, generation: int | None) -> Sums | str | None:
         return read_prologue(
             extent,
             namespace=self.digest,
             key=key,
             part=self.number,
             generation=generation,
-            nbytes=self.starts[-1],
+            nbytes=self.payload_bytes,
             layout_id=self.layout_id,
-            planes=len(self.part.planes),
+            planes=self.planes,
         )
 
-    def _intact(
-        self, planes: Sequence[Bytes], sums: object, numbers: Sequence[int], key: bytes
-    ) -> bool:
-        seed = sum_seed(key, self.number)
-        expected = np.asarray(sums)
-        return all(
-            xxhash.xxh3_64_intdigest(plane, seed) == expected[number]
-            for plane, number in zip(planes, numbers, strict=True)
-        )
-
-    def fill(
-        self, extent: Bytes, key: bytes, generation: int, planes: Sequence[Bytes], checksum: bool
-    ) -> None:
-        """Writes a whole chunk: its planes (or one buffer of all), then its prologue."""
-        payload = extent[self.prologue :]
-        if len(planes) == 1:
-            copy(payload, planes[0])
-        else:
-            for number, plane in enumerate(planes):
-                copy(payload[self.starts[number] : self.starts[number + 1]], plane)
-        self.seal(extent, key, generation, checksum)
-
-    def seal(self, extent: Bytes, key: bytes, generation: int, checksum: bool) -> None:
-        """Writes the prologue for the payload that `extent` holds now."""
-        payload = extent[self.prologue :]
-        sums = plane_sums(payload, self.starts, sum_seed(key, self.number)) if checksum else None
-        self.head(extent, key, generation, sums)
-
-    def head(self, target: Bytes, key: bytes, generation: int, sums: Sequence[int] | None) -> None:
-        """Writes the prologue at the start of `target`."""
-        write_prologue(
-            target,
-            namespace=self.digest,
-            key=key,
-            part=self.number,
-            generation=generation,
-            nbytes=self.starts[-1],
-            layout_id=self.layout_id,
-            sums=sums,
-            planes=len(self.part.planes),
-        )
-
-    def sums_of(self, planes: Sequence[Bytes], key: bytes) -> list[int]:
-        """Checksums of a chunk given as its planes, or as one buffer of all."""
-        seed = sum_seed(key, self.number)
-        if len(planes) == 1:
-            return plane_sums(planes[0], self.starts, seed)
-        return [xxhash.xxh3_64_intdigest(plane, seed) for plane in planes]
+    # ---- writing
 
     def sources(self, payload: object) -> list[Bytes]:
         """A chunk to be published: one buffer, or one per plane. Raises `InvalidError`."""
         sizes = [plane.nbytes for plane in self.part.planes]
         return buffers_for(payload, sizes, writable=False)
 
-
-def buffers_for(given: object, sizes: Sequence[int], *, writable: bool) -> list[Bytes]:
-    """`given` as one view of sum(sizes) bytes, or one view per size. Raises `InvalidError`."""
-    if isinstance(given, list | tuple):
-        views = [as_bytes(one, writable) for one in given]
-        got = [view.size for view in views]
-        if got != list(sizes):
-            raise InvalidError(f"buffers of {got} bytes were given for planes of {list(sizes)}")
-        return views
-    view = as_bytes(given, writable)
-    if view.size != sum(sizes):
-        raise InvalidError(
-            f"a buffer of {view.size} bytes was given for {sum(sizes)} bytes of one chunk"
-        )
-    return [view]
-
-
-def destinations(into: object, selections: Sequence[Selection]) -> list[Destination]:
-    """The caller's buffers chunk by chunk: a list of them, or one buffer for all chunks."""
-    if isinstance(into, list | tuple):
-        if len(into) != len(selections):
-            raise InvalidError(f"{len(into)} buffers were given for {len(selections)} chunks")
-        return [
-            buffers_for(one, selection.plane_bytes, writable=True)
-            for one, selection in zip(into, selections, strict=True)
+    def fill(
+        self, extent: Bytes, key: bytes, generation: int, sources: list[Bytes], checksum: bool
+    ) -> None:
+        """Writes a whole chunk: its planes (or one buffer of all), then its prologue."""
+        payload = extent[self.prologue :]
+        if not checksum:
+            targets = [payload] if len(sources) == 1 else self.split(payload)
+            for target, source in zip(targets, sources, strict=True):
+                copy(target, source)
+            self.write_head(extent, key, generation, None)
+            return
+        seed = sum_seed(key, self.number)
+        planes = self.split(sources[0]) if len(sources) == 1 else sources
+        sums = [
+            copy_and_sum(target, plane, seed)
+            for target, plane in zip(self.split(payload), planes, strict=True)
         ]
-    total = sum(selection.nbytes for selection in selections)
-    view = as_bytes(into, writable=True)
-    if view.size != total:
-        raise InvalidError(f"the buffer has {view.size} bytes, the selection {total}")
-    out, at = [], 0
-    for selection in selections:
-        out.append([view[at : at + selection.nbytes]])
-        at += selection.nbytes
-    return out
+        self.write_head(extent, key, generation, sums)
+
+    def write_plane(self, extent: Bytes, key: bytes, plane: int, source: Bytes) -> int:
+        """Writes one plane and returns its checksum; `write_head` completes the chunk."""
+        start = self.prologue + self.starts[plane]
+        return copy_and_sum(extent[start : start + source.size], source, sum_seed(key, self.number))
+
+    def write_head(
+        self, target: Bytes, key: bytes, generation: int, sums: Sequence[int] | None
+    ) -> None:
+        """Writes the prologue at the start of `target`; without sums it says that it has none."""
+        write_prologue(
+            target,
+            namespace=self.digest,
+            key=key,
+            part=self.number,
+            generation=generation,
+            nbytes=self.payload_bytes,
+            layout_id=self.layout_id,
+            sums=sums,
+            planes=self.planes,
+        )
+
+    def head(self, key: bytes, sources: list[Bytes], checksum: bool) -> Bytes:
+        """The prologue of a chunk that is sent rather than written in place."""
+        seed = sum_seed(key, self.number)
+        planes = self.split(sources[0]) if len(sources) == 1 else sources
+        sums = [xxhash.xxh3_64_intdigest(plane, seed) for plane in planes] if checksum else None
+        head = np.empty(self.prologue, np.uint8)
+        self.write_head(head, key, 0, sums)
+        return head
+
+    def split(self, payload: Bytes) -> list[Bytes]:
+        """The planes of a payload."""
+        return [payload[start:end] for start, end in pairwise(self.starts)]
 
 
-def landing(selection: Selection, into: Destination) -> list[Bytes]:
-    """Where each piece of the selection goes, in order."""
-    if len(into) == 1:
-        sizes = [nbytes for _, _, nbytes in selection.pieces]
-        return _cut(into[0], sizes)
-    out = []
-    for plane, target in zip(selection.planes, into, strict=True):
-        out += _cut(target, [nbytes for p, _, nbytes in selection.pieces if p == plane])
-    return out
-
-
-def scatter(payload: Bytes, selection: Selection, into: Destination) -> None:
-    """Copies the selected pieces of `payload`; neighbours that stay neighbours in one go."""
-    pieces = selection.pieces
-    first = pieces[0][1]
-    if len(into) == 1 and _contiguous(pieces):
-        copy(into[0], payload[first : first + into[0].size])
-        return
-    for (_, offset, nbytes), target in zip(pieces, landing(selection, into), strict=True):
-        copy(target, payload[offset : offset + nbytes])
-
-
-def _contiguous(pieces: Sequence[tuple[int, int, int]]) -> bool:
-    first, last = pieces[0], pieces[-1]
-    return last[1] + last[2] - first[1] == sum(nbytes for _, _, nbytes in pieces)
-
-
-def _planes_of(selection: Selection, into: Destination) -> list[Bytes]:
-    return _cut(into[0], selection.plane_bytes) if len(into) == 1 else into
-
-
-def _cut(view: Bytes, sizes: Sequence[int]) -> list[Bytes]:
-    out, at = [], 0
-    for nbytes in sizes:
-        out.append(view[at : at + nbytes])
-        at += nbytes
-    return out
-
-
-def key_at(keys: bytes, chunk: int) -> bytes:
-    """The `chunk`-th of packed keys."""
-    return keys[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES]
+def copy_and_sum(target: Bytes, source: Bytes, seed: int) -> int:
+    """Copies `source` to `target`, of the same length; xxh3-64 of what has landed."""
+    if source.size <= BLOCK:
+        np.copyto(target, source)
+        return xxhash.xxh3_64_intdigest(target, seed)
+    state = xxhash.xxh3_64(seed=seed)
+    for at in range(0, source.size, BLOCK):
+        block = target[at : at + BLOCK]
+        np.copyto(block, source[at : at + BLOCK])
+        state.update(block)
+    return state.intdigest()

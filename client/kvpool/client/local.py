@@ -5,84 +5,152 @@ The one place of the client that knows the store, and only when it is asked for.
 
 from __future__ import annotations
 
+import os
 import threading
-from typing import TYPE_CHECKING
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from google.protobuf.message import Message
 
+from kvpool.client.pacing import left
+from kvpool.proto import session as protocol
 from kvpool.proto import wire_pb2 as wire
-from kvpool.proto.errors import InternalError, StaleError
+from kvpool.proto.errors import StaleError, UnreachableError
 from kvpool.transfer.copying import Bytes
 
 if TYPE_CHECKING:
     from kvpool.store.service import Connection, Service
 
+C = TypeVar("C", bound="LocalChannel")
+
 
 class LocalStore:
-    """A store that lives as long as this object; several clients may share it."""
+    """A store in this process; several clients may share it. `close` it when all have closed."""
 
     def __init__(self, capacity: int, *, chunks: int = 0, policy: str = "lru") -> None:
-        """`capacity` in bytes, taken page by page as it is written."""
+        """`capacity` in bytes, taken page by page as it is written. `chunks` bounds the index
+        (0: in proportion to the capacity). Raises `ConfigError`."""
         from kvpool.store.embedded import embedded_service
 
         self.service: Service = embedded_service(capacity, chunks=chunks, policy=policy)
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._posted: deque[tuple[LocalChannel, wire.Request]] = deque()
+        self._lost = ""
+        _stores.add(self)
+
+    def open_channel(self, kind: Callable[[LocalStore, Connection], C]) -> C:
+        """Raises `StaleError` in a fork child, and `UnreachableError` once closed."""
+        if self._lost:
+            raise StaleError(self._lost)
+        with self._lock:
+            return kind(self, self.service.connect(local=True))
+
+    def handle(self, channel: LocalChannel, request: wire.Request) -> Message | None:
+        """The answer to a request; what was posted before it goes first."""
+        with self._lock:
+            self._handle_posted()
+            self.service.reap()
+            answer = channel.serve(request)
+        self._flush()
+        return answer
+
+    def post(self, channel: LocalChannel, request: wire.Request) -> None:
+        """Handles `request` soon. Never blocks: a finaliser may call amid another request."""
+        self._posted.append((channel, request))
+        self._flush()
+
+    def _flush(self) -> None:
+        while self._posted and self._lock.acquire(blocking=False):
+            try:
+                self._handle_posted()
+            finally:
+                self._lock.release()
+
+    def _handle_posted(self) -> None:
+        while self._posted:
+            channel, request = self._posted.popleft()
+            if channel.alive:
+                channel.serve(request)
+
+    def part(self, channel: LocalChannel) -> None:
+        """Closes `channel`; what it holds comes back."""
+        with self._lock:
+            self._handle_posted()
+            channel.end()
 
     def regions(self, token: bytes) -> list[Bytes]:
         """The memory that an attach token stands for."""
-        return [region.array for region in self.service.redeem(token).domain.pool.regions]
+        with self._lock:
+            return [region.array for region in self.service.redeem(token).domain.pool.regions]
 
     def close(self) -> None:
+        """Gives the memory back; views of it stay valid until they are dropped. Idempotent."""
+        self._lost = self._lost or "the embedded store is closed"
         for domain in self.service.domains.values():
             domain.pool.close()
 
+    def after_fork(self) -> None:
+        """A fork child has a copy of the index but not of the memory: it must use neither."""
+        self._lock = threading.Lock()
+        self._posted.clear()
+        self._lost = "an embedded store does not cross fork(): connect anew here, or use a daemon"
 
-class LocalCarrier:
-    """Calls the service directly; the same messages as over a socket."""
 
-    def __init__(self, store: LocalStore) -> None:
+class LocalChannel:
+    """Calls the service directly; the same messages as over a socket. Thread-safe."""
+
+    silent = False
+
+    def __init__(self, store: LocalStore, connection: Connection) -> None:
         self._store = store
-        self._connection: Connection | None = None
-        self._forked = False
+        self._connection: Connection | None = connection
 
     @property
     def alive(self) -> bool:
         return self._connection is not None
 
-    def dial(self, deadline: float) -> None:
-        if self._forked:
-            raise StaleError(
-                "an embedded store does not cross fork(); connect() anew here, or use a daemon"
-            )
-        self.close()
-        self._connection = self._store.service.connect(local=True)
-
-    def call(self, body: Message, deadline: float) -> Message:
-        answer = self._handle(body, 1)
-        if answer is None:
-            raise InternalError("the embedded store gave no answer")
-        return answer
+    def call(self, body: Message | None, end: float) -> Message | None:
+        left(end)
+        if body is None:
+            return None
+        return self._store.handle(self, _request(1, body))
 
     def notify(self, body: Message) -> None:
-        self._handle(body, 0)
+        if self.alive:
+            self._store.post(self, _request(0, body))
 
     def close(self) -> None:
-        if self._connection is not None:
-            with self._store.lock:
-                self._connection.close()
-            self._connection = None
+        if self.alive:
+            self._store.part(self)
 
     def forget(self) -> None:
-        """A fork child has a copy of the index but not the memory: it must not use either."""
-        self._store.lock = threading.Lock()
         self._connection = None
-        self._forked = True
 
-    def _handle(self, body: Message, request_id: int) -> Message | None:
-        assert self._connection is not None
-        name = body.DESCRIPTOR.name.lower()
-        request = wire.Request(id=request_id)
-        getattr(request, name).CopyFrom(body)
-        with self._store.lock:
-            self._store.service.reap()
-            return self._connection.handle(request)
+    def serve(self, request: wire.Request) -> Message | None:
+        """REQUIRES: the store's lock."""
+        if self._connection is None:
+            raise UnreachableError("the connection to the embedded store is closed")
+        return self._connection.handle(request)
+
+    def end(self) -> None:
+        """REQUIRES: the store's lock."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+
+def _request(request_id: int, body: Message) -> wire.Request:
+    return protocol.parse_request(protocol.request_body(request_id, body))
+
+
+_stores: weakref.WeakSet[LocalStore] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for store in list(_stores):
+        store.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

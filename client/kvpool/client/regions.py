@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
+from kvpool.client.pacing import left
 from kvpool.proto import session as protocol
+from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.errors import ProtocolError, StaleError
 from kvpool.transfer.copying import Bytes
 from kvpool.transfer.descriptors import map_regions, receive_descriptors
@@ -30,28 +31,30 @@ class Regions:
     def view(self, address: int, nbytes: int) -> Bytes:
         """The bytes of an extent. Raises `StaleError` for an address that is not mapped."""
         region, offset = divmod(address, self.region_bytes)
-        if region >= len(self._arrays):
-            raise StaleError(f"region {region} is not mapped; match again")
-        return self._arrays[region][offset : offset + nbytes]
+        if not 0 <= region < len(self._arrays):
+            raise StaleError(f"address {address:#x} is in no mapped region; match again")
+        view = self._arrays[region][offset : offset + nbytes]
+        if view.size < nbytes:
+            raise StaleError(f"{nbytes} bytes at {address:#x} leave their region; match again")
+        return view
 
 
-def receive_regions(
-    address: str, token: bytes, region_bytes: int, writable: bool, deadline: float
-) -> Regions:
+def receive_regions(address: str, attached: wire.Attached, writable: bool, end: float) -> Regions:
     """Redeems an attach token at the daemon's descriptor socket and maps what it hands over.
 
     Raises `DeniedError`, `UnreachableError`, `DeadlineError` or `ProtocolError`.
     """
-    end = time.monotonic() + deadline
     # Exact reads: what a stream would read ahead loses its descriptors.
-    with Stream(connect(address, deadline), exact=True) as stream:
-        stream.send(token, deadline=deadline)
-        answer = stream.receive(deadline=deadline)
+    with Stream(connect(address, left(end)), exact=True) as stream:
+        stream.send(attached.token, deadline=left(end))
+        answer = stream.receive(deadline=left(end))
         if answer != b"ok":
             _raise_refusal(answer)
-        passed = receive_descriptors(stream.sock, max(end - time.monotonic(), 0.001))
+        passed = receive_descriptors(stream.sock, left(end))
     maps = map_regions(sorted(passed, key=lambda one: one.region.id))
-    return Regions(region_bytes, [one.view() for one in maps], writable)
+    if not maps or not attached.region_bytes:
+        raise ProtocolError("the daemon handed over no memory")
+    return Regions(attached.region_bytes, [one.view() for one in maps], writable)
 
 
 def _raise_refusal(answer: bytes) -> None:

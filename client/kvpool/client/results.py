@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -12,74 +12,106 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.client.prefix import usable_prefix
+from kvpool.proto import wire_pb2 as wire
+from kvpool.proto.errors import (
+    BusyError,
+    DeniedError,
+    InvalidError,
+    KvpoolError,
+    NamespaceError,
+    StaleError,
+    TooLargeError,
+)
 from kvpool.proto.keys import KEY_BYTES
 from kvpool.proto.outcomes import Outcome, Reason
-from kvpool.transfer.copying import Bytes
 
 if TYPE_CHECKING:
-    from kvpool.client.core import SessionCore
+    from kvpool.client.session import Membership
 
 TIERS = ("none", "GPU", "DRAM", "SSD")
 
 Outcomes = npt.NDArray[np.uint8]
 
+_OUTCOMES: dict[type[KvpoolError], Outcome] = {
+    BusyError: Outcome.BUSY,
+    DeniedError: Outcome.DENIED,
+    InvalidError: Outcome.INVALID,
+    NamespaceError: Outcome.INVALID,
+    StaleError: Outcome.STALE_EPOCH,
+    TooLargeError: Outcome.TOO_LARGE,
+}
+
+
+def outcome_of(error: KvpoolError) -> Outcome:
+    """What a data verb answers when the store, or the way to it, failed with `error`."""
+    return _OUTCOMES.get(type(error), Outcome.UNREACHABLE)
+
+
+@dataclass(slots=True)
+class Grant:
+    """The lease behind a match: where it holds, until when, and the extents that it names."""
+
+    membership: Membership
+    lease: bytes
+    deadline: float
+    extents: npt.NDArray[np.int64]
+    """(chunks, parts asked for, 2): address (-1: not there) and generation."""
+    parts: tuple[int, ...]
+
 
 class Match:
     """The stored prefix of one prompt, held by a lease until `release` (or the end of `with`).
 
-    A match never fails because of the store: if the store cannot answer, nothing is matched and
-    `outcome` is UNREACHABLE or BUSY with `error` saying why.
+    A match never fails because of the store: if the store cannot answer, nothing is matched, and
+    `outcome` (UNREACHABLE, BUSY, …) and `error` say why. A match that is dropped without `release`
+    releases itself; hand `lease` over to others only while you hold the match.
     """
 
     __slots__ = (
-        "_release",
+        "_borrowed",
         "chunk_tokens",
         "chunks",
-        "deadline",
         "error",
-        "extents",
+        "grant",
         "keys",
-        "lease",
         "outcome",
-        "parts",
         "reason",
-        "serial",
-        "session",
     )
 
     def __init__(
         self,
-        session: SessionCore,
         keys: bytes,
+        chunk_tokens: int,
         *,
         chunks: int = 0,
         outcome: Outcome = Outcome.MISS,
         reason: Reason = Reason.UNKNOWN,
         error: str = "",
-        lease: bytes = b"",
-        lease_s: float = 0.0,
-        extents: bytes = b"",
-        parts: tuple[int, ...] = (),
-        serial: int = 0,
-        release: Callable[[bytes], None] | None = None,
+        grant: Grant | None = None,
     ) -> None:
-        self.session = session
         self.keys = keys
         """Packed keys of all full chunks of the prompt."""
         self.chunks = chunks
         """Leading chunks that are stored and servable."""
-        self.chunk_tokens = session.namespace.chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self.outcome = outcome
         """Of the first chunk that is not matched; HIT if all are."""
         self.reason = reason
         self.error = error
-        self.lease = lease
-        """Capability that another session of the tenant may adopt; b"" if nothing matched."""
-        self.deadline = time.monotonic() + lease_s
-        self.extents = np.frombuffer(extents, np.int64).reshape(chunks, -1, 2) if extents else None
-        self.parts = parts
-        self.serial = serial
-        self._release = release
+        """Why the store could not answer, in words; empty if it did."""
+        self.grant = grant
+        """The lease and what it covers; None once it is released, or if nothing matched."""
+        self._borrowed = False
+
+    @property
+    def lease(self) -> bytes:
+        """Capability that another session of the tenant may adopt; b"" if there is none."""
+        return self.grant.lease if self.grant is not None else b""
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the lease ends (it can be renewed); 0 if there is none or it has ended."""
+        return max(0.0, self.grant.deadline - time.monotonic()) if self.grant is not None else 0.0
 
     @property
     def tokens(self) -> int:
@@ -88,7 +120,7 @@ class Match:
 
     @property
     def outcomes(self) -> Outcomes:
-        """One per chunk of the prompt: HITs, then why the first miss, then MISS."""
+        """One per full chunk of the prompt: HITs, then why the first miss, then MISS."""
         count = len(self.keys) // KEY_BYTES
         out = np.full(count, Outcome.MISS, np.uint8)
         out[: self.chunks] = Outcome.HIT
@@ -96,15 +128,30 @@ class Match:
             out[self.chunks] = self.outcome
         return out
 
+    def key(self, chunk: int) -> bytes:
+        """The key of one chunk, 32 bytes."""
+        return self.keys[chunk * KEY_BYTES : (chunk + 1) * KEY_BYTES]
+
     def usable_prefix(self, prompt_tokens: int, block_tokens: int = 1) -> int:
         """See `kvpool.client.usable_prefix`."""
         return usable_prefix(self.tokens, prompt_tokens, block_tokens)
 
+    def keep_connection(self) -> None:
+        """The connection outlives this match from now on. Raises `StaleError` if it is lost."""
+        if not self._borrowed and self.grant is not None:
+            self.grant.membership.connection.borrow()
+            self._borrowed = True
+
     def release(self) -> None:
-        """Ends this holding of the lease, one-way; borrowed views are dead from now on."""
-        release, self._release = self._release, None
-        if release is not None and self.lease:
-            release(self.lease)
+        """Ends this holding of the lease, one-way. Borrowed views are dead from now on."""
+        grant, self.grant = self.grant, None
+        if grant is None:
+            return
+        connection = grant.membership.connection
+        connection.notify(wire.Release(leases=grant.lease))
+        if self._borrowed:
+            self._borrowed = False
+            connection.give_back()
 
     def __enter__(self) -> Match:
         return self
@@ -116,6 +163,10 @@ class Match:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            self.release()
 
     def __repr__(self) -> str:
         of = len(self.keys) // KEY_BYTES
@@ -133,6 +184,8 @@ class Pull:
     seconds: float
     unverified: int
     """Chunks that were delivered without a checksum comparison."""
+    error: str = ""
+    """Why the store failed, in words; empty if it did not."""
 
     @property
     def ok(self) -> bool:
@@ -144,14 +197,6 @@ class Pull:
         """Leading chunks that were delivered; what comes after the first failure does not count."""
         good = self.outcomes == Outcome.HIT
         return len(good) if good.all() else int(good.argmin())
-
-
-@dataclass(frozen=True, slots=True)
-class Borrow:
-    """Read-only views of payloads in the store's own memory, valid until the match is released."""
-
-    views: list[Bytes]
-    outcomes: Outcomes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,235 @@
+"""The blocking driver: operations run in the caller's thread, over a blocking socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from kvpool.client.effects import Call, Channel, Dial, Effect, Steps, Work
+from kvpool.client.local import LocalChannel, LocalStore
+from kvpool.client.pacing import PATIENCE_S, left, raise_error
+from kvpool.proto import session as protocol
+from kvpool.proto.errors import DeadlineError, KvpoolError, UnreachableError
+from kvpool.transfer.stream import Stream, dial
+
+T = TypeVar("T")
+
+SMALL = 4096
+NOTIFY_S, NOTIFY_LARGE_S = 0.01, 1.0
+"""How long a one-way message below `SMALL` bytes, or above, may wait for room in the socket; then
+it waits for the next call."""
+OUTBOX_MAX = 4096
+"""One-way messages kept for a daemon that does not read; later ones are dropped."""
+
+_LOOK = socket.MSG_PEEK | socket.MSG_DONTWAIT
+
+
+class SocketChannel:
+    """Frames over one blocking `Stream`, one request at a time. Thread-safe."""
+
+    def __init__(self, stream: Stream, address: str) -> None:
+        self._stream = stream
+        self._address = address
+        self._session = protocol.ClientSession()
+        self._lock = threading.Lock()
+        self._outbox: deque[bytes] = deque()
+        self._silent = False
+        self._lost = False
+
+    @classmethod
+    def dial(cls, address: str, end: float) -> SocketChannel:
+        """Raises `UnreachableError`."""
+        stream = dial(address, left(end))
+        if stream.sock.family != socket.AF_UNIX:
+            _keep_alive(stream.sock)
+        return cls(stream, address)
+
+    @property
+    def alive(self) -> bool:
+        return not self._lost and self._stream.broken is None and self._look() is not False
+
+    @property
+    def silent(self) -> bool:
+        if self._silent and self._look():  # the late answer has come
+            self._silent = False
+        return self._silent
+
+    def _look(self) -> bool | None:
+        """True: something is to be read; None: nothing; False: the peer has closed."""
+        try:
+            return bool(self._stream.sock.recv(1, _LOOK))
+        except BlockingIOError:
+            return None
+        except OSError:
+            return False
+
+    def call(self, body: Message | None, end: float) -> Message | None:
+        if self._silent:
+            end = min(end, time.monotonic() + PATIENCE_S)
+        with _Held(self._lock, end):
+            if self._lost or self._stream.broken is not None:
+                raise UnreachableError(f"not connected to {self._address}")
+            request_id = self._session.number(body) if body is not None else 0
+            try:
+                answer = self._exchange(request_id, body, end)
+            except BaseException as error:
+                self._session.abandon(request_id)
+                self._silent = isinstance(error, DeadlineError)
+                # Without sense from here on; not closed, because somebody may be copying.
+                self._lost = isinstance(error, KvpoolError) and not self._silent
+                raise
+        if self._outbox:
+            self._flush()
+        return answer
+
+    def _exchange(self, request_id: int, body: Message | None, end: float) -> Message | None:
+        if self._outbox:
+            self._send_outbox()
+        frame = protocol.request_body(request_id, body) if body is not None else b""
+        self._stream.send(frame, deadline=left(end))
+        while True:
+            answer = self._stream.receive(deadline=left(end))
+            self._silent = False
+            if not answer:
+                if body is None:
+                    return None
+                continue  # a ping that came too late
+            answer_id, message, wanted = self._session.receive(answer)
+            if answer_id == request_id and wanted:
+                return message
+            if not wanted and (orphan := protocol.orphan_release(message)):
+                self._outbox.append(protocol.request_body(0, orphan))
+
+    def notify(self, body: Message) -> None:
+        if not self._lost and self._stream.broken is None and len(self._outbox) < OUTBOX_MAX:
+            self._outbox.append(protocol.request_body(0, body))
+            self._flush()
+
+    def _flush(self) -> None:
+        """Sends the outbox, unless another thread is in a call: then that one will."""
+        while self._outbox and self._lock.acquire(blocking=False):
+            try:
+                if not self._send_outbox():
+                    return
+            finally:
+                self._lock.release()
+
+    def _send_outbox(self) -> bool:
+        """False if the daemon does not read just now."""
+        while self._outbox:
+            body = self._outbox[0]
+            try:
+                self._stream.send(body, deadline=NOTIFY_S if len(body) < SMALL else NOTIFY_LARGE_S)
+            except DeadlineError:
+                return False
+            except UnreachableError:  # a dead connection has given everything back already
+                self._outbox.clear()
+                return False
+            self._outbox.popleft()
+        return True
+
+    def close(self) -> None:
+        self._lost = True
+        self._stream.abort()  # whoever is in a call ends
+        with self._lock:
+            self._stream.close()
+
+    def forget(self) -> None:
+        # A stream closes by itself in a fork child, without a byte to the parent's peer.
+        self._lock = threading.Lock()
+
+
+class BlockingLink:
+    """Runs operations in the calling thread. Thread-safe: copies run side by side."""
+
+    def __init__(self, dial: Callable[[float], Channel]) -> None:
+        """`dial(end)` opens a channel before `end` on the monotonic clock."""
+        self._dial = dial
+        self._exclusive = threading.Lock()
+        _links.add(self)
+
+    def run(self, steps: Steps[T], end: float) -> T:
+        """Runs `steps` to their end; all their waiting ends at `end` on the monotonic clock."""
+        try:
+            effect = next(steps)
+            while True:
+                try:
+                    result = self._perform(effect, end)
+                except BaseException as error:
+                    effect = steps.throw(error)
+                else:
+                    effect = steps.send(result)
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+
+    def _perform(self, effect: Effect, end: float) -> Any:
+        if isinstance(effect, Call):
+            return raise_error(effect.channel.call(effect.body, end))
+        if isinstance(effect, Work):
+            return effect.function(end)
+        if isinstance(effect, Dial):
+            return self._dial(end)
+        with _Held(self._exclusive, end):
+            return self.run(effect.steps(), min(end, time.monotonic() + effect.seconds))
+
+    def after_fork(self) -> None:
+        """In the child, where the threads that held locks do not exist."""
+        self._exclusive = threading.Lock()
+
+
+def dialler(address: str | LocalStore) -> Callable[[float], Channel]:
+    """What opens channels to `address`."""
+
+    def dial(end: float) -> Channel:
+        if isinstance(address, LocalStore):
+            return address.open_channel(LocalChannel)
+        return SocketChannel.dial(address, end)
+
+    return dial
+
+
+class _Held:
+    """A lock with a deadline on the monotonic clock."""
+
+    __slots__ = ("_end", "_lock")
+
+    def __init__(self, lock: threading.Lock, end: float) -> None:
+        self._lock, self._end = lock, end
+
+    def __enter__(self) -> None:
+        if self._lock.acquire(blocking=False):
+            return
+        if not self._lock.acquire(timeout=max(0.0, self._end - time.monotonic())):
+            raise DeadlineError("another thread's request did not end before the deadline")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _keep_alive(sock: socket.socket) -> None:
+    """Lets the kernel find out that a remote daemon's machine has vanished, in 20 seconds."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
+
+
+_links: weakref.WeakSet[BlockingLink] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for link in list(_links):
+        link.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

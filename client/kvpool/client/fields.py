@@ -1,0 +1,31 @@
+"""Fields of messages: durations, and columns of outcomes."""
+
+from __future__ import annotations
+
+import math
+
+from kvpool.proto import wire_pb2 as wire
+from kvpool.proto.errors import InvalidError, ProtocolError
+from kvpool.proto.outcomes import Outcome
+
+_U32_MAX = (1 << 32) - 1
+
+
+def milliseconds(seconds: float) -> int:
+    """A duration as it travels, rounded up: 0 stays "the default". Raises `InvalidError`."""
+    if not 0 <= seconds <= _U32_MAX / 1000:
+        raise InvalidError(f"a duration of {seconds} s; 0 to {_U32_MAX // 1000} s are possible")
+    return min(math.ceil(seconds * 1000), _U32_MAX)
+
+
+def outcomes_of(verdict: wire.Verdict, count: int) -> list[Outcome]:
+    """One outcome per item asked for; one alone stands for all.
+
+    Raises `ProtocolError` for another number of them.
+    """
+    outcomes = [Outcome(one) for one in verdict.outcomes]
+    if len(outcomes) == 1:
+        return outcomes * count
+    if len(outcomes) != count:
+        raise ProtocolError(f"{len(outcomes)} outcomes for {count} items")
+    return outcomes

@@ -1,0 +1,96 @@
+"""The chunks of a publication that are still open, and the rule that guards the pool: nothing is
+given back while somebody may still write to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvpool.client.results import Outcomes
+from kvpool.proto.outcomes import Outcome
+from kvpool.transfer.copying import Bytes
+
+OPEN = 255
+"""No outcome yet: reserved, not committed."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """One chunk being written."""
+
+    lease: bytes
+    item: int
+    generation: int
+    extent: Bytes | None
+    """None: to be staged when it is first written."""
+    sums: dict[int, int] = field(default_factory=dict)
+    """Planes that are there, with their checksums."""
+    whole: bool = False
+    """All planes are there, and the prologue."""
+    writers: int = 0
+    doomed: bool = False
+    """Given up while somebody was writing: goes back with the last writer."""
+
+
+class Slots:
+    """By chunk. `outcomes` has `OPEN` for chunks without an outcome. Thread-safe."""
+
+    def __init__(self, count: int, give_back: Callable[[Sequence[Slot]], None]) -> None:
+        """`give_back(slots)` tells the store that nobody writes to these any more."""
+        self.outcomes: Outcomes = np.full(count, OPEN, np.uint8)
+        self._give_back = give_back
+        self._slots: dict[int, Slot] = {}
+        self._lock = threading.Lock()
+
+    def __contains__(self, chunk: int) -> bool:
+        return chunk in self._slots
+
+    def open(self, slots: Mapping[int, Slot]) -> None:
+        with self._lock:
+            self._slots.update(slots)
+
+    def whole(self) -> dict[int, Slot]:
+        """Chunks that are complete, in order."""
+        with self._lock:
+            return {chunk: slot for chunk, slot in sorted(self._slots.items()) if slot.whole}
+
+    @contextlib.contextmanager
+    def writing(self, chunk: int) -> Iterator[Slot | None]:
+        """The slot of `chunk`, if it has one, which nobody gives back meanwhile."""
+        with self._lock:
+            slot = self._slots.get(chunk)
+            if slot is not None:
+                slot.writers += 1
+        try:
+            yield slot
+        finally:
+            if slot is not None:
+                with self._lock:
+                    slot.writers -= 1
+                    last = slot.doomed and not slot.writers
+                if last:
+                    self._give_back([slot])
+
+    def settle(self, chunks: Sequence[int], outcomes: Outcome | Sequence[Outcome]) -> int:
+        """Closes `chunks` with these outcomes; how many of them are OK."""
+        with self._lock:
+            self.outcomes[list(chunks)] = outcomes
+            for chunk in chunks:
+                self._slots.pop(chunk, None)
+            return int((self.outcomes[list(chunks)] == Outcome.OK).sum())
+
+    def give_up(self, outcome: Outcome) -> None:
+        """Closes all that is open with `outcome`, and gives it back."""
+        with self._lock:
+            slots = list(self._slots.values())
+            self._slots.clear()
+            self.outcomes[self.outcomes == OPEN] = outcome
+            for slot in slots:
+                slot.doomed = bool(slot.writers)
+            idle = [slot for slot in slots if not slot.doomed]
+        self._give_back(idle)
