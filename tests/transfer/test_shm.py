@@ -4,6 +4,7 @@ import contextlib
 import gc
 import mmap
 import os
+import resource
 import signal
 import socket
 import struct
@@ -249,6 +250,40 @@ def test_an_endpoint_takes_regions_that_come_later(memory: SharedMemory) -> None
     endpoint.close()
 
 
+def test_close_waits_for_the_copy_of_another_thread(
+    memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = memory.create_region(PAGE)
+    endpoint = ShmEndpoint([opened(shared)])
+    copying, resume, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(target: Any, source: Any) -> None:
+        copying.set()
+        resume.wait(LONG)
+
+    def close() -> None:
+        endpoint.close()
+        closed.set()
+
+    monkeypatch.setattr("kvpool.transfer.shm.move", slow)
+    statuses: list[Status] = []
+    items = [whole(shared.region)] * 2
+    reader = threading.Thread(
+        target=lambda: statuses.extend(
+            endpoint.read(items, [bytearray(PAGE) for _ in items], LONG).statuses
+        )
+    )
+    closer = threading.Thread(target=close)
+    reader.start()
+    assert copying.wait(LONG)
+    closer.start()
+    assert not closed.wait(SHORT)
+    resume.set()
+    reader.join()
+    closer.join()
+    assert statuses == [Status.OK, Status.CANCELLED]
+
+
 def test_a_read_only_endpoint_denies_writes(memory: SharedMemory) -> None:
     shared = memory.create_region(PAGE)
     endpoint = ShmEndpoint([opened(shared)])
@@ -314,6 +349,24 @@ def test_other_messages_are_refused_and_leave_no_descriptor(
     with pytest.raises(ProtocolError):
         receive_descriptors(right, LONG)
     assert open_descriptors() == before
+
+
+def test_the_limit_of_open_files_is_named(
+    memory: SharedMemory, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    left, right = pair
+    for _ in range(3):
+        memory.create_region(PAGE)
+    send_descriptors(left, memory.regions, False, LONG)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free + 1, hard))
+    try:
+        with pytest.raises(ProtocolError, match="limit of open files"):
+            receive_descriptors(right, LONG)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_passing_descriptors_ends_at_the_deadline(
@@ -405,23 +458,30 @@ def test_a_fork_child_has_neither_maps_nor_descriptors_but_lives(spawn: Any) -> 
     assert run(spawn, source) == [*["refused"] * 4, "unmapped", "free", "0", "1", "1"]
 
 
-def test_what_a_fork_child_maps_later_is_never_unmapped_by_an_old_region(spawn: Any) -> None:
-    """The destructor of an inherited map must not unmap its old addresses: by then they may be
-    somebody else's, and the child would crash far away from the cause."""
+def test_an_old_region_never_unmaps_what_a_fork_child_has_at_its_address(spawn: Any) -> None:
+    """A hook that runs first can fill the addresses that were not inherited. The destructor of the
+    old map must leave them alone, or the child crashes far away from the cause."""
     source = """
-    import mmap
     def work():
         global shared, mapped, endpoint, kept
-        fresh = [mmap.mmap(-1, 1 << 20) for _ in range(50)]
         del shared, mapped, endpoint, kept
         memory.close()
         gc.collect()
         for one in fresh:
             one[:] = bytes(1 << 20)
-        print("alive")
+        print("alive", len(fresh))
     print(child(work))
     """
-    assert run(spawn, source) == ["alive", "0"]
+    hook = """
+    import mmap, os
+    fresh = []
+    def fill():
+        fresh.extend(mmap.mmap(-1, 1 << 20) for _ in range(50))
+    os.register_at_fork(after_in_child=fill)
+    """
+    process = spawn(hook + FORK + source)
+    output, _ = process.communicate(timeout=LONG)
+    assert output.split() == ["alive", "50", "0"]
 
 
 def test_a_view_kept_across_a_fork_faults_and_never_shows_other_memory(spawn: Any) -> None:

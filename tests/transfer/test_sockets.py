@@ -1,5 +1,6 @@
 """Addresses are parsed strictly; listeners replace the dead and respect the living."""
 
+import fcntl
 import os
 import socket
 import stat
@@ -138,6 +139,18 @@ def test_of_many_that_start_at_once_exactly_one_listens(socket_folder: Path) -> 
     with connect(address, LONG):
         pass
     close_listener(winners[0])
+
+
+def test_nobody_takes_an_address_while_another_does(
+    socket_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.transfer.sockets.LISTEN_DEADLINE_S", 0.02)
+    folder = os.open(socket_folder, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with pytest.raises(UnreachableError, match="cannot listen"):
+        listen(f"unix:{socket_folder}/s")
+    os.close(folder)
+    close_listener(listen(f"unix:{socket_folder}/s"))
 
 
 def test_closing_leaves_the_file_of_a_successor(socket_folder: Path) -> None:

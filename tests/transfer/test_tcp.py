@@ -236,6 +236,28 @@ def test_large_batches_take_two_connections(nbytes: int, connections: int) -> No
     assert len(rows) == connections
 
 
+@pytest.mark.parametrize("first_fails", [True, False])
+def test_an_item_needs_both_of_its_halves(first_fails: bool) -> None:
+    """The half that succeeds must not cover up the other, whichever ends first."""
+    refused = threading.Event()
+
+    def answer(stream: Stream, body: bytes) -> None:
+        *_, skip, take = struct.unpack_from("<IQQQQQ", body, 9)
+        if (skip == 0) == first_fails:
+            stream.send(bytes([Status.STALE]), deadline=LONG)
+            stream.send(bytes([Status.STALE]), deadline=LONG)
+            refused.set()
+            return
+        refused.wait(LONG)
+        stream.send(OK, [bytes(take)], deadline=LONG)
+        stream.send(OK, deadline=LONG)
+
+    with FakeOwner(answer) as endpoint:
+        transfer = endpoint.read([Item(0, 1, 0, TWO_FROM)], [bytearray(TWO_FROM)], LONG)
+        assert transfer.wait(LONG)
+        assert list(transfer.statuses) == [Status.STALE]
+
+
 def test_an_item_that_is_cut_in_two_is_judged_as_a_whole(owner: TcpTransport) -> None:
     """Half of an item that leaves the region lies within it. It was written once."""
     memory = np.zeros(TWO_FROM, np.uint8)
@@ -415,9 +437,19 @@ FORK = """
     os.waitpid(pid, 0)
     left.send(b"from the parent", deadline=5)
     print(right.receive(deadline=5).decode(), flush=True)
+    done = os.pipe()
+    if not os.fork():
+        os.read(done[0], 1)
+        os._exit(0)
+    left.close()
+    try:
+        right.receive(deadline=5)
+    except KvpoolError:
+        print(right.ended)
+    os.write(done[1], b"x")
     """
 
 
 def test_a_fork_child_cannot_use_the_streams_of_its_parent(spawn: Any) -> None:
     output, _ = spawn(FORK).communicate(timeout=LONG)
-    assert output.splitlines() == ["UnreachableError True", "from the parent"]
+    assert output.splitlines() == ["UnreachableError True", "from the parent", "True"]
