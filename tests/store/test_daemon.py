@@ -31,7 +31,7 @@ from kvpool.proto.outcomes import Outcome
 from kvpool.store.caller import hello
 from kvpool.store.config import load
 from kvpool.store.control import Control
-from kvpool.store.daemon import Daemon, run
+from kvpool.store.daemon import Daemon, run, run_loop
 from kvpool.store.embedded import embedded_service
 from kvpool.store.loops import Loops
 from kvpool.store.memory import AvailableMemory
@@ -174,6 +174,42 @@ def test_a_pool_beyond_the_available_memory_is_refused_with_figures(folder: Path
         start_here(folder, {"headroom": "16MiB"}, 40 << 20)
     for figure in (32 << 20, 24 << 20, 16 << 20):
         assert str(figure) in str(caught.value)
+
+
+def test_it_runs_on_asyncios_own_loop_without_uvloop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    kinds = []
+
+    async def main() -> None:
+        kinds.append(type(asyncio.get_running_loop()).__module__)
+
+    run_loop(main())
+    assert kinds[0].startswith("asyncio.") and "uvloop is not installed" in caplog.text
+
+
+def test_a_pool_that_cannot_grow_is_degraded_but_serves(folder: Path) -> None:
+    config = load({"socket": str(folder / "k.sock"), "capacity": "512MiB", "populate": False})
+    looks = iter([1 << 30, 1 << 20])
+
+    async def main() -> None:
+        daemon = Daemon(
+            config.config,
+            load_tenants(config.config),
+            available=lambda _: AvailableMemory(next(looks), "the test"),
+        )
+        try:
+            await daemon.start()
+            async with asyncio.timeout(10):
+                while daemon.service.state()[0] != "degraded":
+                    await asyncio.sleep(0.001)
+            [reason] = daemon.service.state()[1]
+            assert f"stays at {256 << 20} of {512 << 20} bytes" in reason
+        finally:
+            await daemon.close()
+
+    asyncio.run(main())
 
 
 # ---- what clients do wrong

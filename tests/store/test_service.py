@@ -97,6 +97,14 @@ def test_a_client_of_another_machine_may_not_map(service: Service) -> None:
     assert not connection.attached
 
 
+def test_a_client_that_cannot_map_cannot_commit_what_it_never_wrote(service: Service) -> None:
+    connection = service.connect(local=False, host="10.0.0.1")
+    welcome_of(connection, "a")
+    space = open_space(connection, "a")
+    body = wire.Reserve(namespace=space, keys=Chunks(namespace(), 1, "a").packed)
+    assert "publish by Store" in refusal(connection, body)
+
+
 def test_data_workers_are_named_by_the_address_that_the_client_knows(service: Service) -> None:
     service.domains["shared"].endpoints += [DataEndpoint("unix:/d", 7), DataEndpoint("unix:/e", 8)]
 

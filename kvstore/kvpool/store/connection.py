@@ -206,6 +206,8 @@ class Connection:
 
     def _reserve(self, request: wire.Reserve) -> Message:
         self._check_draining()
+        if not self.session.mapped:  # it cannot fill an extent, and must not commit what is there
+            raise DeniedError("this session maps no memory; publish by Store, see data_address")
         reservation = self.store.reserve(
             self.session,
             request.namespace,

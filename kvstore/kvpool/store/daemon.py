@@ -1,4 +1,4 @@
-"""One daemon: its sockets, its loops, its life from start to drain."""
+"""One daemon: its parts, its life from start to drain."""
 
 from __future__ import annotations
 
@@ -105,6 +105,7 @@ class Daemon:
         """Lets holders of leases finish, for at most `drain_s`. True if all have."""
         self.service.draining = True
         self.ports.stop_accepting()
+        await self._stop_growing()
         end = time.monotonic() + self.config.drain_s
         while self.service.leases and time.monotonic() < end:
             await asyncio.sleep(DRAIN_LOOK_S)
@@ -112,14 +113,17 @@ class Daemon:
 
     async def close(self) -> None:
         """Ends everything and removes the sockets. Idempotent."""
-        if self._growing is not None:
-            self._growing.cancel()
-            await asyncio.gather(self._growing, return_exceptions=True)
+        await self._stop_growing()
         await self.workers.close()
         await self.loops.close()
         await self.ports.close()
         for domain in self.service.domains.values():
             domain.pool.close()
+
+    async def _stop_growing(self) -> None:
+        if self._growing is not None:
+            self._growing.cancel()
+            await asyncio.gather(self._growing, return_exceptions=True)
 
     async def _start_workers(self) -> None:
         config = self.config
@@ -192,10 +196,11 @@ def serve(config: ServeConfig, *, announce_json: bool = False) -> None:
     async def main() -> None:
         await run(Daemon(config, tenants), announce)
 
-    _run_loop(main())
+    run_loop(main())
 
 
-def _run_loop(main: Coroutine[Any, Any, None]) -> None:
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Runs `main` on the fastest event loop that is installed."""
     try:
         import uvloop
     except ImportError:

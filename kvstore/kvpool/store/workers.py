@@ -58,10 +58,10 @@ class Workers:
             try:
                 await self._run(name, domain, config, ready)
                 text = "it ended"
-            except (InternalError, OSError) as error:
-                text = str(error)
+            except Exception as error:  # whatever it is, the domain needs its worker
+                text = f"{type(error).__name__}: {error}"
                 if not ready.done():  # the first one: the daemon must not start without
-                    ready.set_exception(InternalError(f"{name} did not start: {error}"))
+                    ready.set_exception(InternalError(f"{name} did not start: {text}"))
                     return
             self._health.reasons[name] = f"{text}; it is being started again"
             self.restarts += 1
