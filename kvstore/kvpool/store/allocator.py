@@ -25,8 +25,8 @@ PAGE_BYTES = 4096
 """Segments, and slots from `PAGED_FROM` on, are whole pages (direct I/O needs that)."""
 PAGED_FROM = 64 << 10
 _STEPS_LOG2 = 5
-"""32 classes from one power of two to the next: steps of at most 1/32. KV payloads are often a
-power of two, and their extent is just above it: coarser steps would waste most of a step on each."""
+"""32 classes from one power of two to the next: steps of at most 1/32. Payloads are often a power
+of two, and their extents lie just above it: coarser steps would waste most of a step on each."""
 _FEW = 16
 """Up to here plain integers are faster than some thirty array operations (measured)."""
 
