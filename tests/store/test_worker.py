@@ -217,8 +217,8 @@ def test_an_item_with_a_foreign_header_is_refused_and_stays_invisible(remote: Re
     chunks, other = Chunks(namespace(), 3, "a", seed=7), Chunks(namespace(), 3, "a", seed=8)
     items = [chunks.items[0], other.items[1], chunks.items[2]]
     assert remote.store(chunks, items) == OK + INVALID + bytes([Outcome.NO_PARENT])
-    assert remote.match(remote.open(chunks.space), chunks.packed).hits == 1
     remote.expect_idle()
+    assert remote.match(remote.open(chunks.space), chunks.packed).hits == 1
 
 
 @pytest.mark.parametrize(
