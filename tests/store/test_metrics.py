@@ -183,6 +183,11 @@ def test_metrics_are_text_for_prometheus(port: Fixed) -> None:
     assert code == 200 and b"# TYPE kvpool_matches_total counter" in body
 
 
+def test_nothing_is_counted_before_the_self_test_has_been_forgotten(port: Fixed) -> None:
+    port.state = ("starting", [])
+    assert port.get("/metrics")[0] == 503 and not port.asked
+
+
 def test_metrics_and_reasons_are_only_for_the_right_token(port: Fixed) -> None:
     port.token, port.state = "right", ("degraded", ["figures"])
     assert port.get("/metrics")[0] == 401

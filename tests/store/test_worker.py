@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,8 +14,16 @@ import pytest
 from kvpool.proto import session as protocol
 from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.chunk import extent_bytes, prologue_bytes, read_prologue
-from kvpool.proto.errors import DeniedError, InvalidError, KvpoolError, UnreachableError
+from kvpool.proto.errors import (
+    DeniedError,
+    InvalidError,
+    KvpoolError,
+    StaleError,
+    UnreachableError,
+)
 from kvpool.proto.outcomes import Outcome
+from kvpool.store.caller import Caller
+from kvpool.store.poolmap import PoolMap
 from kvpool.transfer.copying import Bytes
 from tests.store.daemons import Chunks, Client, RunningDaemon, eventually, namespace, running
 
@@ -388,6 +396,42 @@ def test_a_worker_that_dies_is_started_again(daemon: RunningDaemon) -> None:
         space = after.open(chunks.space)
         assert after.fetch(namespace=space, keys=chunks.packed)[2] == HIT
         after.expect_idle()
+
+
+class GrowingPool:
+    """Stands in for the daemon: the pool has one region more each time that it is attached."""
+
+    def __init__(self) -> None:
+        self.attached = 0
+        self.closed: list[int] = []
+
+    def attach(self, *, writable: bool) -> tuple[int, list[Any]]:
+        assert writable
+        self.attached += 1
+        return 4096, [self.Mapped(self, number) for number in range(self.attached)]
+
+    class Mapped:
+        def __init__(self, pool: "GrowingPool", number: int) -> None:
+            self.pool, self.number = pool, number
+
+        def view(self) -> Bytes:
+            return np.full(4096, self.number, np.uint8)
+
+        def close(self) -> None:
+            self.pool.closed.append(self.number)
+
+
+def test_a_worker_maps_what_has_grown_since_and_keeps_what_it_had() -> None:
+    daemon = GrowingPool()
+    pool = PoolMap(cast(Caller, daemon))
+    before = pool.view(4000, 96)
+    assert pool.view(4096 + 10, 20).tolist() == [1] * 20
+    assert (daemon.attached, daemon.closed) == (2, [0])
+    assert np.shares_memory(pool.view(4000, 96), before)
+    with pytest.raises(StaleError, match="leaves its region"):
+        pool.view(4000, 97)
+    with pytest.raises(StaleError, match="region 9"):
+        pool.view(9 * 4096, 1)
 
 
 def _is_alive(pid: int) -> bool:

@@ -86,6 +86,8 @@ class HttpPort:
             return _plain(HTTPStatus.NOT_FOUND, "there are /metrics and /health")
         if not self._allows(token):
             return _plain(HTTPStatus.UNAUTHORIZED, "send the [http] token as a bearer token")
+        if self._state()[0] == "starting":  # the self-test would be counted, and then forgotten
+            return _plain(HTTPStatus.SERVICE_UNAVAILABLE, "the daemon is starting")
         return HTTPStatus.OK, CONTENT_TYPE_LATEST, self._exposition()
 
     def _health(self, allowed: bool) -> Answer:
