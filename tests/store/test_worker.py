@@ -442,9 +442,14 @@ def _is_alive(pid: int) -> bool:
 
 
 def test_workers_end_with_a_daemon_that_is_killed(tmp_path_factory: pytest.TempPathFactory) -> None:
-    with running(tmp_path_factory.mktemp("d"), "--tcp", "127.0.0.1:0") as daemon:
+    flags = ("--tcp", "127.0.0.1:0", "--data-workers", "2")
+    with running(tmp_path_factory.mktemp("d"), *flags) as daemon:
         with Client(daemon.address) as client:
             pids = list(client.status()["worker_pids"].values())
-        assert pids and all(map(_is_alive, pids))
+            remotes = [Client(daemon.ready["tcp"]) for _ in range(2)]
+        assert len({one.welcome.data_address for one in remotes}) == 2
+        for one in remotes:
+            one.close()
+        assert len(pids) == 2 and all(map(_is_alive, pids))
         daemon.kill()
         eventually(lambda: not any(map(_is_alive, pids)), "the workers are gone")
