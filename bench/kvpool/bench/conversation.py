@@ -1,7 +1,7 @@
 """A conversation to run engines on: a pasted article, then questions that build on each other.
 
 It grows as real ones do: each turn resends all that was said before. With SmolLM2's tokenizer and
-32 generated tokens per turn it starts near 570 tokens and ends near 1,030.
+32 generated tokens per turn its prompts grow from 570 tokens to 1,030.
 """
 
 from __future__ import annotations
@@ -42,15 +42,31 @@ and the honey tastes, as everybody in Lindow will tell you, faintly of thyme. On
 of August every child gets a spoonful of it for nothing, straight from the comb.
 """
 
-USER_TURNS: tuple[str, ...] = (
-    f"Here is an article that I like. Please read it.\n\n{ARTICLE}\nWhat is the article about?",
+SHORT_ARTICLE = ARTICLE[: ARTICLE.index("A hive in summer")]
+"""For tokenizers that need a token per byte."""
+
+LETTER = """\
+Dear editor, I came to Lindow last summer to see the bees, and I went home with three jars of \
+honey and one sting. The honey is gone and so is the sting, but I still think of the children who \
+danced at the fair. I live in a city and have no garden, only a balcony with room for two pots. \
+What could I plant there that bees would like? Yours, Peter Moss
+"""
+
+FOLLOW_UPS = (
     "How do bees tell each other where the flowers are?",
     "How do the bees keep their queen warm in winter?",
-    "Who is Marta Hale?",
+    f"A reader has written us a letter.\n\n{LETTER}\nWhat does Peter Moss want to know?",
     "What flowers did the town plant after the disease?",
     "Why is honey good for people?",
-    "Write a short poem about a bee.",
-    "What does a beekeeper wear to be safe from stings, and which tools do they use at the hive?",
-    "Thank you! Which other animals live together in large groups?",
+    "How many bees live in a hive in summer, and what does a worker do when she is young?",
+    "Thank you! Please write one sentence that I can put under a photo of the town.",
 )
-"""What the user says, turn by turn. The first turn carries the article."""
+
+
+def user_turns(article: str) -> tuple[str, ...]:
+    """What the user says, turn by turn. The first turn carries `article`."""
+    opening = f"Here is an article that I like. Please read it.\n\n{article}\n"
+    return (f"{opening}What is the article about?", *FOLLOW_UPS)
+
+
+USER_TURNS = user_turns(ARTICLE)

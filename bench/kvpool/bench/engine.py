@@ -22,6 +22,8 @@ from kvpool.proto.errors import InvalidError
 
 CHUNK_TOKENS = 64
 """The demo's chunks: small, because its conversation is short."""
+_LANDING_CHUNKS = 4
+"""Chunks that are pulled at once: enough to hide the calls, little enough for the CPU's cache."""
 
 
 def namespace_for(model: Model, chunk_tokens: int = CHUNK_TOKENS) -> Namespace:
@@ -104,7 +106,8 @@ class Engine:
         chunks = -(-max_tokens // self.chunk_tokens)
         self._cache = KvCache(model.llama.config, chunks * self.chunk_tokens)
         self._payloads = portable_view(self._cache, self.chunk_tokens)
-        self._landing = np.empty(self._payloads.shape if session else 0, np.float32)
+        landing = (_LANDING_CHUNKS, *self._payloads.shape[1:])
+        self._landing = np.full(landing, 0, np.float32)  # written, so that its pages are there
         self._session = session
         self._deadline_s = deadline_s
         self._tokens: list[int] = []  # the prompt and its answer
@@ -180,20 +183,27 @@ class Engine:
         self.usage = Usage()
 
     def _pull(self, session: Session, match: Match, wanted: int) -> None:
-        """Copy the first `wanted` tokens of `match` into the cache, or as many as are intact."""
+        """Take the first `wanted` tokens of `match` into the cache, or as many as are intact.
+
+        A pull fills buffers that are contiguous, as no chunk of the cache is: chunks land beside
+        it, and one copy puts their axes in the cache's order.
+        """
         self.usage.matched = match.tokens
         if match.outcome in (Outcome.UNREACHABLE, Outcome.BUSY):
             self.usage.trouble = match.error or match.outcome.name
-        if not wanted:
-            return
-        landing = self._landing[: wanted // self.chunk_tokens]
-        pull = session.pull(match, landing, tokens=(0, wanted), deadline_s=self._deadline_s)
-        self._payloads[: pull.chunks] = landing[: pull.chunks]
-        self._stored = pull.chunks
-        self._cache.length = pull.chunks * self.chunk_tokens
-        self.usage.pulled = self._cache.length
-        self.usage.pulled_bytes = pull.nbytes
-        self.usage.pull_s = pull.seconds
+        chunks = wanted // self.chunk_tokens
+        for first in range(0, chunks, _LANDING_CHUNKS):
+            landing = self._landing[: chunks - first]
+            last = first + len(landing)
+            tokens = first * self.chunk_tokens, last * self.chunk_tokens
+            pull = session.pull(match, landing, tokens=tokens, deadline_s=self._deadline_s)
+            self._payloads[first : first + pull.chunks] = landing[: pull.chunks]
+            self._stored = first + pull.chunks
+            self.usage.pulled_bytes += pull.nbytes
+            self.usage.pull_s += pull.seconds
+            if not pull.ok:
+                break
+        self._cache.length = self.usage.pulled = self._stored * self.chunk_tokens
 
     def _compute(self, end: int) -> Array:
         """Compute the KV up to token `end`, chunk by chunk; logits (vocab,) of the last one.

@@ -15,6 +15,7 @@ COMMANDS = {
     "bench": "kvpool.cli.bench:bench",
     "clear": "kvpool.cli.clear:clear",
     "config": "kvpool.cli.config:config",
+    "demo": "kvpool.cli.demo:demo",
     "explain": "kvpool.cli.explain:explain",
     "keys": "kvpool.cli.keys:keys",
     "ping": "kvpool.cli.ping:ping",
