@@ -143,14 +143,22 @@ class Room:
         index = self.index
         return not (index.leases_at[row] or index.pins_at[row] or index.children_at[row])
 
-    def unprotect(self, known: KnownNamespace, rows: Rows, *, empties: bool = False) -> None:
-        """One lease less on each of `rows`, which are distinct, parents first.
+    def unprotect(
+        self,
+        known: KnownNamespace,
+        rows: Rows,
+        counts: int | npt.NDArray[np.int64] = 1,
+        *,
+        empties: bool = False,
+    ) -> None:
+        """So many leases less on each of `rows`, which are distinct.
 
-        `empties`: there may be rows without parts, because they were to be written.
+        `empties`: there may be rows without parts, because they were to be written; then parents
+        come before children.
         """
         index = self.index
         left = index.leases[rows]
-        left -= 1
+        left -= counts
         index.leases[rows] = left
         idle = rows[left == 0]
         if empties or self.zombies:
@@ -228,9 +236,7 @@ class Room:
             if parent != NO_ROW:
                 policy.unblock(np.array([parent], np.int32))
             evicted += 1
-        self._free(self._freed)
-        self._freed = []
-        self.counters.evicted_chunks += evicted
+        self._free_evicted(evicted)
         if slot is not None:
             self._evictions[slot] = self._evictions.get(slot, 0) + evicted
         return evicted
@@ -296,12 +302,20 @@ class Room:
         np.maximum.at(last_use, segments, np.where(held, math.inf, index.used_at[rows]))
         last_use[slabs.segments_of(self._inside(np.fromiter(self.loose, np.int64)))] = math.inf
         order = others[np.argsort(last_use[others], kind="stable")]
+        doomed: list[int] = []
+        reached = -math.inf
         for segment in order[last_use[order] < before][:_SEGMENT_TRIES].tolist():
+            if doomed and last_use[segment] > reached:
+                break
             first, end = np.searchsorted(segments, [segment, segment + 1])
-            if self._evict_with_descendants(np.unique(rows[first:end]).tolist()):
-                self.counters.reassigned_segments += 1
-                return True
-        return False
+            with_all_below = self._with_descendants(np.unique(rows[first:end]), len(doomed))
+            if with_all_below:  # a chain's segments were all used at once: take the cheapest
+                doomed, reached = with_all_below, float(last_use[segment])
+        if not doomed:
+            return False
+        self._evict_all(doomed)
+        self.counters.reassigned_segments += 1
+        return True
 
     def _by_segment(self) -> tuple[npt.NDArray[np.int64], Rows]:
         """(segment, row) of every extent in a row, ascending by segment."""
@@ -315,29 +329,36 @@ class Room:
         order = np.argsort(segment, kind="stable")
         return segment[order], row[order]
 
-    def _evict_with_descendants(self, rows: Sequence[int]) -> bool:
-        """Evicts `rows` and all below them, or nothing if a lease or pin is among them."""
+    def _with_descendants(self, rows: Rows, limit: int) -> list[int]:
+        """`rows` and all below; none if something is held, or if they are `limit` (0: any)."""
         index = self.index
-        doomed = set(rows)
-        order = list(rows)
-        for row in order:
-            below = [child for child in index.children_of(row) if child not in doomed]
-            doomed.update(below)
-            order += below
-        every = np.array(order, np.int32)
-        if index.leases[every].any() or index.pins[every].any():
-            return False
+        found: list[int] = rows.tolist()
+        seen = set(found)
+        for row in found:
+            if index.leases_at[row] or index.pins_at[row] or len(found) >= limit > 0:
+                return []
+            below = [child for child in index.children_of(row) if child not in seen]
+            seen.update(below)
+            found += below
+        return found
+
+    def _evict_all(self, rows: Sequence[int]) -> None:
+        """Evicts rows without leases or pins, and with all that is below them."""
+        index = self.index
+        doomed, every = set(rows), np.array(rows, np.int32)
         for namespace in np.unique(index.namespace[every]).tolist():
             policy = self.namespaces.by_id[namespace].policy
             policy.forget(every[index.namespace[every] == namespace])
-        leaves = [row for row in order if not index.children_at[row]]
+        leaves = [row for row in rows if not index.children_at[row]]
         for row in leaves:
             above, parent = index.parent_at[row], self._gone(row)
             if parent in doomed:
                 leaves.append(parent)
             else:
                 self.settle(above)
+        self._free_evicted(len(rows))
+
+    def _free_evicted(self, rows: int) -> None:
         self._free(self._freed)
         self._freed = []
-        self.counters.evicted_chunks += len(order)
-        return True
+        self.counters.evicted_chunks += rows

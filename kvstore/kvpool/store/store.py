@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from kvpool.proto.errors import BusyError, DeniedError, InvalidError, StaleError
 from kvpool.proto.keys import KEY_BYTES
 from kvpool.proto.namespace import Namespace
@@ -399,13 +401,20 @@ class Store:
         self.pins.expire(now)
 
     def _end(self, leases: Sequence[Lease]) -> None:
-        """Their last holders are gone."""
+        """Their last holders are gone. Many at once cost less than each for itself."""
+        read: dict[int, list[Rows]] = {}
         for lease in leases:
-            known = self.namespaces[lease.namespace]
             if lease.items is not None:
-                self._writes.end(known, lease)
+                self._writes.end(self.namespaces[lease.namespace], lease)
             else:
-                self.room.unprotect(known, lease.rows)
+                read.setdefault(lease.namespace, []).append(lease.rows)
+        for namespace, rows in read.items():
+            known = self.namespaces[namespace]
+            if len(rows) == 1:
+                self.room.unprotect(known, rows[0])
+            else:
+                distinct, counts = np.unique(np.concatenate(rows), return_counts=True)
+                self.room.unprotect(known, distinct, counts)
 
     def _ttl(self, lease_s: float) -> float:
         return min(lease_s or self.options.lease_s, self.options.lease_s_max)

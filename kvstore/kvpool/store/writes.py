@@ -102,15 +102,32 @@ class Writes:
         self, known: KnownNamespace, plan: Plan, indices: Sequence[int]
     ) -> list[dict[int, int]]:
         """Addresses by position of the part, for each chunk before the first that does not fit."""
-        addresses: list[dict[int, int]] = [{} for _ in plan.outcomes]
-        fitting = len(addresses)
+        wanted = plan.outcomes == Outcome.OK
+        if len(indices) == 1:
+            return self._find_room_at_once(known, wanted, indices)
+        # If room is short, one by one: the first part may not take the room of the others.
+        free = [self._room.slabs.free_slots(known.extent_bytes[part]) for part in indices]
+        enough = min(free) >= len(indices) * len(wanted)
+        found = self._find_room_at_once(known, wanted, indices) if enough else []
+        while len(found) < len(wanted):
+            one = self._find_room_at_once(known, wanted[len(found)][None], indices)
+            if not one:
+                break
+            found += one
+        return found
+
+    def _find_room_at_once(
+        self, known: KnownNamespace, wanted: npt.NDArray[np.bool_], indices: Sequence[int]
+    ) -> list[dict[int, int]]:
+        fitting = len(wanted)
+        addresses: list[dict[int, int]] = [{} for _ in range(fitting)]
         for j, part in enumerate(indices):
-            wanted = np.flatnonzero(plan.outcomes[:fitting, j] == Outcome.OK).tolist()
-            found = self._room.allocate(known.extent_bytes[part], len(wanted))
-            for i, address in zip(wanted, found, strict=False):
+            chunks = np.flatnonzero(wanted[:fitting, j]).tolist()
+            found = self._room.allocate(known.extent_bytes[part], len(chunks))
+            for i, address in zip(chunks, found, strict=False):
                 addresses[i][j] = address
-            if len(found) < len(wanted):
-                fitting = wanted[len(found)]
+            if len(found) < len(chunks):
+                fitting = chunks[len(found)]
         for chunk in addresses[fitting:]:
             self._room.give_back(chunk.values())
         return addresses[:fitting]
