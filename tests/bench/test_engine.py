@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvpool.bench.engine import Engine, namespace_for, portable_view
 from kvpool.bench.llama import Array, KvCache, LlamaConfig
@@ -68,18 +69,20 @@ def chunks_in(session: Session, tokens: list[int]) -> int:
         return match.chunks
 
 
-def corrupt(session: Session, tokens: list[int], chunk: int) -> None:
-    """Flip a byte of a stored payload, as a broken DIMM would."""
+def corrupt(store: LocalStore, session: Session, tokens: list[int], chunk: int) -> None:
+    """Flip bits of a stored payload, as a broken DIMM would."""
     with session.match(tokens) as match:
-        view = session.borrow(match).views[chunk]
-        address = view.__array_interface__["data"][0]
-    for domain in session.core.client.link._carrier._store.service.domains.values():  # type: ignore[attr-defined]
-        for region in domain.pool.regions:
-            start = region.array.__array_interface__["data"][0]
-            if start <= address < start + region.array.size:
-                region.array[address - start + 100] ^= 0xFF
-                return
-    raise AssertionError("the payload is in no region")
+        payload = session.borrow(match).views[chunk]
+        for domain in store.service.domains.values():
+            for region in domain.pool.regions:
+                start = address_of(payload) - address_of(region.array)
+                if 0 <= start < region.array.size:
+                    region.array[start + 100] ^= 0xFF
+
+
+def address_of(array: NDArray[np.uint8]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 # --- Reuse -----------------------------------------------------------------------------------
@@ -217,7 +220,7 @@ def test_an_engine_whose_store_is_away_computes_everything(tmp_path: Path) -> No
 
 
 def test_an_engine_survives_that_its_store_goes_away(
-    store: LocalStore, client: Client, session: Session, monkeypatch: pytest.MonkeyPatch
+    store: LocalStore, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = engine_of(session)
     engine.prefill(PROMPT[: 3 * CHUNK])
@@ -225,7 +228,7 @@ def test_an_engine_survives_that_its_store_goes_away(
     def gone(*_: object) -> None:
         raise UnreachableError("the store has gone")
 
-    monkeypatch.setattr(session.core.client.link, "_perform", gone)
+    monkeypatch.setattr(store, "handle", gone)
     assert engine.prefill(PROMPT).tobytes() == one_shot(PROMPT).tobytes()
     assert engine.usage.trouble == "the store has gone"
     monkeypatch.undo()
@@ -249,9 +252,11 @@ def test_a_full_store_costs_no_answer(client: Client, session: Session) -> None:
 
 
 @pytest.mark.parametrize("chunk", [0, 3, 5])
-def test_a_corrupt_chunk_is_computed_and_published_anew(session: Session, chunk: int) -> None:
+def test_a_corrupt_chunk_is_computed_and_published_anew(
+    store: LocalStore, session: Session, chunk: int
+) -> None:
     engine_of(session).prefill(PROMPT)
-    corrupt(session, PROMPT, chunk)
+    corrupt(store, session, PROMPT, chunk)
     engine = engine_of(session)
     assert engine.prefill(PROMPT).tobytes() == one_shot(PROMPT).tobytes()
     assert engine.usage.pulled == chunk * CHUNK
