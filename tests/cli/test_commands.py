@@ -74,7 +74,7 @@ def test_ping_measures_round_trips(address: str) -> None:
 def test_status_counts_what_was_published(address: str, session: Session) -> None:
     (domain,) = answer("status", address=address)["domains"].values()
     assert domain["chunks"] == 3
-    assert [space["model"] for space in domain["namespaces"]][0] == "made-up"
+    assert domain["namespaces"][0]["model"] == "made-up"
     assert "3 chunks" in run("status", address=address).output
 
 
@@ -129,7 +129,7 @@ def test_several_namespaces_must_be_told_apart(
             main(["explain", "--tokens", "1", "--address", address])
         assert stopped.value.code == 2
         assert "another" in capsys.readouterr().err
-        digest = other.core.digest.hex()
+        digest = other.namespace.digest("default").hex()
         told = answer("explain", "--tokens", TOKENS, "--namespace", digest[:12], address=address)
         assert [chunk["outcome"] for chunk in told["chunks"]] == ["MISS"] * 5
 
