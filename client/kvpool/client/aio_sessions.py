@@ -16,6 +16,7 @@ from kvpool.client.session import Prompt, SessionCore
 from kvpool.proto.keys import Extra
 from kvpool.proto.namespace import Namespace
 from kvpool.proto.outcomes import Outcome
+from kvpool.transfer.copying import Bytes
 
 if TYPE_CHECKING:
     from kvpool.client.aio import AsyncClient
@@ -172,6 +173,9 @@ class AsyncSession:
         deadline_s: float | None = None,
     ) -> list[Explanation]:
         return await self._client.run(verbs.explain(self.core, prompt, extras), deadline_s)
+
+    def payload(self, chunks: int, part: str | None = None) -> Bytes:
+        return self.core.payload(chunks, part)
 
     async def run(self, steps: Steps[T], deadline_s: float | None) -> T:
         return await self._client.run(steps, deadline_s)

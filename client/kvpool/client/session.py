@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
+import numpy as np
 from google.protobuf.message import Message
 
 from kvpool.client.chains import ChainMemo
@@ -18,6 +19,7 @@ from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.errors import BusyError, InvalidError, UnreachableError
 from kvpool.proto.keys import KEY_BYTES, Extra, Tokens, foreign_keys
 from kvpool.proto.namespace import Namespace
+from kvpool.transfer.copying import Bytes
 
 Prompt = Tokens | Sequence[bytes] | bytes
 """Token ids; page hashes where the key scheme is foreign; or packed keys (n x 32 bytes)."""
@@ -106,6 +108,11 @@ class SessionCore:
     def ask(self, membership: Membership, body: Message, kind: type[M]) -> Steps[M]:
         """One request on the connection that `membership` belongs to."""
         return self.client.ask(membership.connection, body, kind)
+
+    def payload(self, chunks: int, part: str | None) -> Bytes:
+        """See `Session.payload`."""
+        number = self.namespace.part_mask((part,)).bit_length() - 1 if part else 0
+        return np.empty((chunks, self.namespace.parts[number].nbytes), np.uint8)
 
     # ---- keys
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-
 from kvpool.client import borrowing, matching, pulling, verbs
 from kvpool.client.borrowing import Borrow
 from kvpool.client.effects import Steps
@@ -241,8 +239,7 @@ class Session:
 
     def payload(self, chunks: int, part: str | None = None) -> Bytes:
         """An uninitialised (chunks, payload bytes) array that fits `pull` and `publish`."""
-        number = self.namespace.part_mask((part,)).bit_length() - 1 if part else 0
-        return np.empty((chunks, self.namespace.parts[number].nbytes), np.uint8)
+        return self.core.payload(chunks, part)
 
     def run(self, steps: Steps[T], deadline_s: float | None) -> T:
         return self._client.run(steps, deadline_s)
