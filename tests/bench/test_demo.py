@@ -207,7 +207,7 @@ def test_the_output_fits_the_terminal(
     assert text.count("DRAM") == 2
     assert "All 10 generated tokens are identical both ways" in text
     assert "Nothing is left running" in text
-    assert "…" not in text.partition("TTFT")[2], "the table is cut"
+    assert "…" not in text.partition("seed-0")[2], "the table is cut"
 
 
 def test_without_network_the_demo_says_so_and_takes_random_weights(
@@ -220,7 +220,7 @@ def test_without_network_the_demo_says_so_and_takes_random_weights(
     text = shown(monkeypatch, temporary, Options(turns=1, shape=TINY, answer_tokens=2), 100)
     assert "could not fetch it: no network" in text
     assert "Going on with seeded random weights" in text
-    assert "random, chunks of 64 tokens" in text
+    assert "random (seed-0), chunks of 64 tokens" in text
 
 
 def test_without_the_packages_of_the_demo_it_takes_random_weights_too(
@@ -306,6 +306,16 @@ def test_the_demo_can_be_stopped_while_its_processes_start(
         time.sleep(0.01)
     # A signal that comes after all has been tidied up ends Python itself.
     assert started.finish()[0] in (130, -signal.SIGINT)
+
+
+def test_no_process_outlives_a_demo_that_is_killed(running: list[Demo], temporary: Path) -> None:
+    started = start(running, temporary)
+    started.wait_for("Turn 1 of")
+    started.process.kill()
+    end = time.monotonic() + DEADLINE_S
+    while (left := started.processes()) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert left == {}
 
 
 def test_the_demo_ends_when_its_time_is_over(running: list[Demo], temporary: Path) -> None:

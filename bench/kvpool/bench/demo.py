@@ -33,6 +33,12 @@ from kvpool.bench.model import (
 from kvpool.proto.errors import InvalidError, KvpoolError
 
 TURNS_MAX = len(conversation.USER_TURNS)
+_SERVE = """
+import ctypes, signal
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: even if we are killed, it ends
+from kvpool.cli import main
+main()
+"""
 
 
 class DemoError(KvpoolError):
@@ -140,7 +146,7 @@ def run(options: Options, view: View) -> Report:
         texts = _texts(options, bool(setup.model))
         begun = time.monotonic()
         children.deadline = begun + options.timeout_s
-        with view.working("starting a daemon, a prefill process and a decode process"):
+        with view.working("starting", "a daemon, a prefill process, a decode process"):
             engines = _start(children, options, setup)
         turns = []
         for number, text in enumerate(texts, 1):
@@ -212,9 +218,9 @@ def _texts(options: Options, real: bool) -> tuple[str, ...]:
 
 def _start(children: Children, options: Options, setup: Setup) -> Engines:
     """A daemon and two engines, ready."""
-    serve = ["-c", "from kvpool.cli import main; main()", "serve", "--json"]
+    serve = ["-c", _SERVE, "serve", "--json", "--log-level", "warning"]
     serve += ["--socket", setup.address.removeprefix("unix:"), "--capacity", options.capacity]
-    daemon = children.start("daemon", [*serve, "--log-level", "warning"])
+    daemon = children.start("daemon", serve)
     prefill, decode = (_start_worker(children, setup, name) for name in ("prefill", "decode"))
     for child in (daemon, prefill):
         children.receive(child)
@@ -244,12 +250,13 @@ class Engines:
     def turn(self, number: int, turns: int, text: str, limit: int, view: View) -> Turn:
         """Both ways to answer `text`; the conversation goes on with the answer."""
         prompt = self._history + self._encode(render_turn("user", text) + ASSISTANT_PROMPT)
-        question = text.strip().splitlines()[-1]
+        *pasted, question = text.splitlines()
+        question = f"[…] {question}" if pasted else question
         view.turn_begins(number, turns, question, len(prompt))
         command = {"tokens": prompt, "limit": limit, "will_continue": number < turns}
-        with view.working(f"without the store: prefilling {len(prompt):,} tokens") as show:
+        with view.working("without the store", f"prefilling {len(prompt):,} tokens") as show:
             alone = self._answer({**command, "store": False}, time.monotonic(), show)
-        with view.working("with the store: prefilling what is new") as show:
+        with view.working("with the store", "prefilling what is new") as show:
             begun = time.monotonic()
             self._prefill.send(do="publish", tokens=prompt)
             published = self._children.receive(self._prefill)["usage"]

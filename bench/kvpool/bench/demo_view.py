@@ -41,14 +41,15 @@ class View:
             yield advance
 
     @contextmanager
-    def working(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Within it, call with the text that is being generated, to show its end."""
-        with self._console.status(Text(what)) as status:
+    def working(self, who: str, what: str) -> Iterator[Callable[[str], None]]:
+        """Within it, call with the text that `who` is generating, to show its end."""
+        with self._console.status(Text(f"{who}: {what}")) as status:
 
             def show(text: str) -> None:
-                room = self._console.width - 4
-                line = " ".join(text.split())
-                status.update(Text(line if len(line) <= room else f"…{line[1 - room :]}"))
+                room = self._console.width - len(who) - 6
+                words = " ".join(text.split())
+                end = words if len(words) <= room else f"…{words[1 - room :]}"
+                status.update(Text(f"{who}: {end}"))
 
             yield show
 
@@ -72,7 +73,7 @@ class View:
         )
 
     def done(self, report: Report) -> None:
-        self._console.print(_table(report))
+        self._console.print(_table(report), "", sep="\n")
         for line in summary(report):
             self._print(line)
 
@@ -114,7 +115,7 @@ def summary(report: Report) -> Iterator[str]:
 
 def _table(report: Report) -> Table:
     table = Table(
-        title=f"{report.model}, chunks of {report.chunk_tokens} tokens",
+        title=f"{report.model} ({report.revision[:12]}), chunks of {report.chunk_tokens} tokens",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
