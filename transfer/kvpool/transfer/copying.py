@@ -53,8 +53,10 @@ def as_bytes(buffer: Buffer, writable: bool = False) -> Bytes:
     """
     array = buffer if isinstance(buffer, np.ndarray) else _array_over(buffer)
     flags = array.flags
-    if writable and array.ndim == 1 and array.dtype == _UINT8 and flags.carray:
-        return array  # by far the most frequent case
+    if array.ndim == 1 and array.dtype == _UINT8 and flags.carray:  # the most frequent case
+        view = array[:]
+        view.flags.writeable = writable
+        return view
     if array.dtype.hasobject:
         raise InvalidError("a buffer of Python objects has no bytes to move")
     if not flags.c_contiguous:

@@ -10,15 +10,14 @@ small request and its response cost the same two system calls as bare `send` and
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from typing import NoReturn, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 
@@ -46,9 +45,6 @@ _PREFIX = frames.PREFIX.size
 _NOSIGNAL = int(socket.MSG_NOSIGNAL)
 _WAITALL = int(socket.MSG_WAITALL)
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
 
 def dial(address: str, deadline: float) -> Stream:
     """A stream to `unix:PATH` or `tcp://HOST:PORT`, within `deadline` seconds.
@@ -57,25 +53,6 @@ def dial(address: str, deadline: float) -> Stream:
     `UnreachableError`.
     """
     return Stream(connect(address, deadline))
-
-
-def _breaking(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Break the stream if a signal handler raises amid `call`, or memory is out: how many bytes
-    have moved is not known then."""
-
-    @functools.wraps(call)
-    def whole(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        try:
-            return call(*args, **kwargs)
-        except KvpoolError:
-            raise
-        except BaseException:
-            stream = args[0]
-            assert isinstance(stream, Stream)
-            stream._broken = stream._broken or "a call was interrupted"
-            raise
-
-    return whole
 
 
 class Stream:
@@ -143,7 +120,6 @@ class Stream:
         """The socket's descriptor. `select` does not see bytes that are buffered already."""
         return self._sock.fileno()
 
-    @_breaking
     def send(self, body: bytes, buffers: Sequence[Buffer] = (), *, deadline: float) -> None:
         """Send one frame around `body` and then the bytes of `buffers`, without copying them.
 
@@ -154,24 +130,23 @@ class Stream:
         views = [as_bytes(buffer) for buffer in buffers] if buffers else []
         end = self._begin(deadline)
         try:
-            if deadline != self._send_timeout_s:
-                self._arm_send(deadline)
-            if not views:
-                sent = self._sock.send(frame, _NOSIGNAL)
-            else:
-                sent = self._sock.sendmsg([frame, *views[: IOV_MAX - 1]], (), _NOSIGNAL)
-        except OSError as error:
-            raise self._translated(error, "sending", clean=True) from error
-        if views or sent < len(frame):
-            self._send_rest([as_bytes(frame), *views], sent, end)
+            sent = self._send_first(frame, views, deadline)
+            if sent < len(frame) + sum(view.size for view in views):
+                self._send_rest([as_bytes(frame), *views], sent, end)
+        except BaseException as error:
+            self._spoil(error)
+            raise
 
-    @_breaking
     def send_buffers(self, buffers: Sequence[Buffer], *, deadline: float) -> None:
         """Send payload that a frame announced earlier, without copying it; errors as `send`."""
         views = [as_bytes(buffer) for buffer in buffers]
-        self._send_rest(views, 0, self._begin(deadline))
+        end = self._begin(deadline)
+        try:
+            self._send_rest(views, 0, end)
+        except BaseException as error:
+            self._spoil(error)
+            raise
 
-    @_breaking
     def receive(self, *, deadline: float, idle: float | None = None) -> bytes:
         """The body of the next frame. `b""` is a ping: whoever serves answers it by `send(b"")`.
 
@@ -181,23 +156,17 @@ class Stream:
         """
         patience = deadline if idle is None else idle
         end = self._begin(patience)
-        held, start = self._held, self._start
-        if start == len(held):
-            held, start = self._receive_some(self._read_ahead, patience, clean=True), 0
-            if idle is not None:
-                end = time.monotonic() + deadline
-        while len(held) - start < _PREFIX:
-            missing = max(self._read_ahead - (len(held) - start), 1)
-            held, start = held[start:] + self._receive_some(missing, end - time.monotonic()), 0
-        body_start = start + _PREFIX
-        (nbytes,) = frames.PREFIX.unpack_from(held, start)
-        if nbytes > frames.MAX_FRAME:
-            self._refuse(held[start:body_start])
-        body = held[body_start : body_start + nbytes]
-        self._held, self._start = held, body_start + len(body)
-        return body if len(body) == nbytes else self._receive_rest(body, nbytes, end)
+        try:
+            if self._start == len(self._held):
+                self._held = self._receive_some(self._read_ahead, patience, clean=True)
+                self._start = 0
+                if idle is not None:
+                    end = time.monotonic() + deadline
+            return self._cut_frame(end)
+        except BaseException as error:
+            self._spoil(error)
+            raise
 
-    @_breaking
     def receive_into(self, buffers: Sequence[Buffer], *, deadline: float) -> None:
         """Fill all `buffers` with the payload behind the last frame, straight from the socket.
 
@@ -205,10 +174,16 @@ class Stream:
         is read. After any other error the stream is broken and the buffers are undefined.
         """
         views = [as_bytes(buffer, writable=True) for buffer in buffers]
+        pending = [view for view in views if view.size]
         end = self._begin(deadline)
-        pending = _after(views, self._drain(views))
-        while pending:
-            pending = _after(pending, self._receive_all(pending[:IOV_MAX], end))
+        try:
+            if self._start < len(self._held):
+                pending = _after(pending, self._drain(pending))
+            while pending:
+                pending = _after(pending, self._receive_all(pending[:IOV_MAX], end))
+        except BaseException as error:
+            self._spoil(error)
+            raise
 
     def ping(self, *, deadline: float) -> None:
         """Send an empty frame and wait for the empty answer.
@@ -243,6 +218,16 @@ class Stream:
             raise UnreachableError(f"the stream is broken: {self._broken}")
         return time.monotonic() + seconds
 
+    def _send_first(self, frame: bytes, views: list[Bytes], deadline: float) -> int:
+        try:
+            if deadline != self._send_timeout_s:
+                self._arm_send(deadline)
+            if not views:
+                return self._sock.send(frame, _NOSIGNAL)
+            return self._sock.sendmsg([frame, *views[: IOV_MAX - 1]], (), _NOSIGNAL)
+        except OSError as error:
+            raise self._translated(error, "sending", clean=True) from error
+
     def _send_rest(self, views: Sequence[Bytes], sent: int, end: float) -> None:
         pending = _after(views, sent)
         while pending:
@@ -252,6 +237,21 @@ class Stream:
             except OSError as error:
                 raise self._translated(error, "sending") from error
             pending = _after(pending, sent)
+
+    def _cut_frame(self, end: float) -> bytes:
+        """The frame that begins with what is held."""
+        while len(self._held) - self._start < _PREFIX:
+            held = self._held[self._start :]
+            missing = max(self._read_ahead - len(held), 1)
+            self._held = held + self._receive_some(missing, end - time.monotonic())
+            self._start = 0
+        (nbytes,) = frames.PREFIX.unpack_from(self._held, self._start)
+        body_start = self._start + _PREFIX
+        if nbytes > frames.MAX_FRAME:
+            self._refuse(self._held[self._start : body_start])
+        body = self._held[body_start : body_start + nbytes]
+        self._start = body_start + len(body)
+        return body if len(body) == nbytes else self._receive_rest(body, nbytes, end)
 
     def _receive_some(self, limit: int, seconds: float, clean: bool = False) -> bytes:
         """1 to `limit` bytes; `clean` if no byte of the frame has come yet."""
@@ -277,9 +277,11 @@ class Stream:
         return b"".join(pieces)
 
     def _receive_all(self, views: Sequence[Bytes], end: float) -> int:
-        """As many bytes into `views` as come before `end`, at least one."""
+        """As many bytes into `views`, none of them empty, as come before `end`; at least one."""
         try:
             self._arm_receive(end - time.monotonic())
+            if len(views) == 1:
+                return self._sock.recv_into(views[0], 0, _WAITALL) or self._eof()
             return self._sock.recvmsg_into(views, 0, _WAITALL)[0] or self._eof()
         except OSError as error:
             raise self._translated(error, "receiving") from error
@@ -318,6 +320,12 @@ class Stream:
             late = DeadlineError(f"deadline passed while {doing}")
             return late if clean else self._break(late)
         return self._break(UnreachableError(f"{doing} failed: {error}"))
+
+    def _spoil(self, error: BaseException) -> None:
+        """Anything but our own errors comes amid a call (a signal handler raised, memory is out):
+        how many bytes have moved is not known then."""
+        if not isinstance(error, KvpoolError):
+            self._broken = self._broken or "a call was interrupted"
 
     def _refuse(self, prefix: bytes) -> None:
         """Raise the codec's own words for a length that it does not accept."""
