@@ -1,7 +1,7 @@
 """The index: key → row, in columns, without a Python object per chunk.
 
 A *row* stands for one chunk of one namespace. The digest table is open addressing with linear
-probing over rows (load ≤ 0.5, backward-shift deletion, so no tombstones)::
+probing over rows (load ≤ 1/4, backward-shift deletion, so no tombstones)::
 
     slot = ((first 64 bits of the key ^ seed ^ namespace's mix) x odd constant) >> shift
     table[slot] = row + 1
@@ -14,8 +14,8 @@ lines and n row lines, gathered by two NumPy calls; what blocks a row is kept in
 
 A probe compares 64 bits per key; a final comparison covers all 32 bytes and the namespace. Columns
 are sized for `capacity` rows at once: the pages of a fresh anonymous mapping cost nothing until a
-row touches them, so the index grows without a pause. Bytes per row: 64 above, table 8-16, siblings
-12, what blocks it 12, state 1, last use 8, and 16 for the extent of each part but the first.
+row touches them, so the index grows without a pause. Bytes per row: 64 above, table 16-32, siblings
+12, what blocks it 12, state 1, and 16 for the extent of each part but the first.
 
 Single cells are read and written through memoryviews (`…_at[row]`) of the same memory, several
 times faster than NumPy's scalars.
@@ -74,7 +74,7 @@ class Index:
         self.capacity = capacity
         self.count = 0
         self._seed = seed & _U64
-        bits = max(4, (2 * capacity - 1).bit_length())
+        bits = max(4, (4 * capacity - 1).bit_length())
         self._shift = 64 - bits
         self._mask = (1 << bits) - 1
         self._table = np.zeros(1 << bits, np.int32)
@@ -88,7 +88,6 @@ class Index:
         self.leases = np.zeros(capacity, np.int32)
         self.pins = np.zeros(capacity, np.int32)
         self.children = np.zeros(capacity, np.int32)
-        self.used_at = np.zeros(capacity, np.float64)
         self.extents: list[npt.NDArray[np.int64]] = [lines["extent"]]
         """One (capacity, 2) array per part: address and generation, valid where resident."""
         self.writing: dict[int, int] = {}
@@ -127,14 +126,27 @@ class Index:
             rows = np.array(few, np.int32)
             return _found(rows, self._words.take(rows, axis=0, mode="clip"))
         wanted = np.frombuffer(keys, np.uint64).reshape(count, 4)
-        rows = self._probe(namespace, wanted[:, 0])
+        tags = wanted[:, 0]
+        slots = self._homes(namespace, tags)
+        rows = self._table.take(slots)
+        rows -= 1
         words = self._words.take(rows, axis=0, mode="clip")
-        exact = (words[:, :4] == wanted).all(axis=1)
-        exact &= words.view(np.int32)[:, 8] == namespace
+        pending = np.flatnonzero((words[:, 0] != tags) & (rows >= 0))
+        while pending.size > _FEW:
+            slots[pending] = step = (slots[pending] + 1) & self._mask
+            rows[pending] = further = self._table[step] - 1
+            words[pending] = lines = self._words.take(further, axis=0, mode="clip")
+            pending = pending[(lines[:, 0] != tags[pending]) & (further >= 0)]
         # Equal tags but another key or namespace happen only by intent: settle them one by one.
-        for i in np.flatnonzero(~exact & (rows >= 0)).tolist():
-            rows[i] = row = self.find_one(namespace, keys[i * 32 : i * 32 + 32])
-            words[i] = self._words[row]
+        exact = words[:, 1] == wanted[:, 1]
+        exact &= words[:, 2] == wanted[:, 2]
+        exact &= words[:, 3] == wanted[:, 3]
+        exact &= words.view(np.int32)[:, 8] == namespace
+        exact[pending] = False
+        if np.count_nonzero(exact) < count:
+            for i in np.flatnonzero(~exact & (rows >= 0)).tolist():
+                rows[i] = row = self.find_one(namespace, keys[i * 32 : i * 32 + 32])
+                words[i] = self._words[row]
         return _found(rows, words)
 
     def find_one(self, namespace: int, key: bytes) -> int:
@@ -158,17 +170,9 @@ class Index:
     def key_bytes(self, row: int) -> bytes:
         return bytes(self._bytes_at[64 * row : 64 * row + 32])
 
-    def _probe(self, namespace: int, tags: npt.NDArray[np.uint64]) -> Rows:
-        """For each tag the first row of its probe sequence with that tag, or NO_ROW."""
-        slots = self._homes(namespace, tags)
-        rows = self._table.take(slots)
-        rows -= 1
-        pending = np.flatnonzero((self._words[rows, 0] != tags) & (rows >= 0))
-        while pending.size:
-            slots[pending] = step = (slots[pending] + 1) & self._mask
-            rows[pending] = found = self._table[step] - 1
-            pending = pending[(self._words[found, 0] != tags[pending]) & (found >= 0)]
-        return rows
+    def extent_bytes(self, row: int) -> bytes:
+        """Part 0's address and generation, int64 each."""
+        return bytes(self._bytes_at[64 * row + 48 : 64 * row + 64])
 
     def _home(self, namespace: int, tag: int) -> int:
         mixed = tag ^ self._seed ^ namespace * _MULTIPLIER & _U64

@@ -16,22 +16,19 @@ from kvpool.store.namespaces import KnownNamespace
 from kvpool.store.records import NO_EXTENT
 from kvpool.store.room import Room
 
-Bools = npt.NDArray[np.bool_]
+_FEW = 4  # up to this many keys plain Python beats the fixed cost of NumPy calls
 
 
 @dataclass(slots=True)
 class Run:
-    """The leading `hits` of the keys that were asked for."""
+    """The leading `hits` of the keys that were asked for; `first`: their extents of part 0."""
 
     hits: int
-    found: Found
+    rows: Rows
+    first: bytes
     mask: int
-    indices: Sequence[int]
+    indices: tuple[int, ...]
     """The parts asked for, as a bitmap and as numbers."""
-
-    @property
-    def rows(self) -> Rows:
-        return self.found.rows[: self.hits]
 
 
 class Reads:
@@ -49,22 +46,48 @@ class Reads:
         """
         indices = known.namespace.part_indices(parts)
         mask = parts or known.namespace.all_parts
+        if len(keys) <= _FEW * KEY_BYTES and not known.windows:
+            rows = self._few(known, mask, keys)
+            if rows is not None:
+                first = b"".join([self._index.extent_bytes(row) for row in rows])
+                return Run(len(rows), np.array(rows, np.int32), first, mask, indices)
         found = self._index.find(known.id, keys)
+        hits = self._servable(known, mask, found)
+        first = found.extents[:hits].tobytes() if indices == (0,) else b""
+        return Run(hits, found.rows[:hits], first, mask, indices)
+
+    def _few(self, known: KnownNamespace, mask: int, keys: bytes) -> list[int] | None:
+        """The run of a few keys without NumPy; None if their rows are not one chain."""
+        index, need = self._index, mask & known.prefix_mask
+        rows: list[int] = []
+        for at in range(0, len(keys), KEY_BYTES):
+            row = index.find_one(known.id, keys[at : at + KEY_BYTES])
+            if row == NO_ROW or index.resident_at[row] & need != need:
+                break
+            above = rows[-1] if rows else index.parent_at[row]
+            if index.state_at[row] != LINKED or index.parent_at[row] != above:
+                return None
+            rows.append(row)
+        return rows
+
+    def _servable(self, known: KnownNamespace, mask: int, found: Found) -> int:
+        """How many leading rows a reader of the parts `mask` can use."""
         need = np.uint64(mask & known.prefix_mask)
-        good = (found.resident & need == need) & (found.rows >= 0)
+        good = found.resident & need == need
+        good &= found.rows >= 0
         if not need:
             good &= found.resident != 0
-        hits = self._linked(found, len(good) if good.all() else int(good.argmin()))
+        hits = int(good.argmin())  # the first that is not
+        hits = self._linked(found, len(good) if good[hits] else hits)
         if known.windows and hits:
             hits = _windowed(known, mask, found.resident[:hits])
-        return Run(hits, found, mask, indices)
+        return hits
 
-    def why(self, known: KnownNamespace, keys: bytes, run: Run) -> Reason:
-        """Why the chunk behind the run is not in it."""
-        row = int(run.found.rows[run.hits])
+    def why(self, known: KnownNamespace, key: bytes, run: Run) -> Reason:
+        """Why the chunk `key`, the one behind the run, is not in it."""
+        row = self._index.find_one(known.id, key)
         if row == NO_ROW:
-            at = run.hits * KEY_BYTES
-            return self._room.ghosts.reason(known.id, keys[at : at + KEY_BYTES])
+            return self._room.ghosts.reason(known.id, key)
         if self._index.state_at[row] != LINKED:
             return Reason.ORPHAN
         resident = self._index.resident_at[row]
@@ -72,10 +95,10 @@ class Reads:
             return Reason.BEING_WRITTEN
         return Reason.PART_MISSING
 
-    def extents(self, run: Run, known: KnownNamespace) -> bytes:
+    def extents(self, known: KnownNamespace, run: Run) -> bytes:
         """(hits, parts, 2) int64: address and generation, (-1, 0) where a part is not stored."""
         if run.indices == (0,) and not known.windows:
-            return run.found.extents[: run.hits].tobytes()
+            return run.first
         return self.extents_of(run.rows, run.indices)
 
     def extents_of(self, rows: Rows, indices: Sequence[int]) -> bytes:
@@ -93,10 +116,12 @@ class Reads:
         if not hits or self._index.state_at[int(found.rows[0])] != LINKED:
             return 0
         rows = found.rows[:hits]
-        breaks = np.flatnonzero(found.parent[1:hits] != rows[:-1])
-        if not len(breaks):  # in a tree, what is linked throughout is linked to the root, and once
+        gaps = found.parent[1:hits] != rows[:-1]
+        if not np.count_nonzero(gaps):  # in a tree, then all are linked to the root, and distinct
             return hits
-        if len(np.unique(rows)) < hits:
+        breaks = np.flatnonzero(gaps)
+        ordered = np.sort(rows)
+        if (ordered[1:] == ordered[:-1]).any():
             raise InvalidError("the chain holds the same key twice")
         for at in breaks[found.parent[breaks + 1] == ORPHAN].tolist():
             if self._index.state_at[above := int(rows[at])] == LINKED:  # it was published again

@@ -34,7 +34,7 @@ def explain(room: Room, known: KnownNamespace, key: bytes, now: float) -> Explan
         nbytes=known.nbytes(resident),
         leases=index.leases_at[row],
         pins=index.pins_at[row],
-        age_s=max(0.0, now - float(index.used_at[row])) if resident else 0.0,
+        age_s=max(0.0, now - float(room.used_at[row])) if resident else 0.0,
         children=index.children_at[row],
     )
 

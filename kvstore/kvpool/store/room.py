@@ -24,6 +24,9 @@ from kvpool.store.index import FREE, NO_ROW, UNLINKED, Index, Rows
 from kvpool.store.namespaces import KnownNamespace, Namespaces, Shape
 from kvpool.store.records import Counters, StoreOptions
 
+_FEW = 4  # up to this many rows plain Python beats the fixed cost of NumPy calls
+_USES = 64
+"""Matches whose time of use may wait for being noted."""
 _SEGMENT_BYTES = 64 << 20
 _SEGMENT_TRIES = 32
 """Segments that one reassignment looks into before it gives up."""
@@ -47,6 +50,8 @@ class Room:
         """Address → bytes of the extents that are in no row: being written, or quarantined."""
         self.zombies = 0
         """Rows that are deleted but leased."""
+        self._used_at = np.zeros(options.chunks, np.float64)
+        self._uses: list[tuple[Rows, float]] = []
         self._freed: list[int] = []
         self._evictions: dict[int, int] = {}  # by class, since it last looked at the others
 
@@ -143,24 +148,59 @@ class Room:
         index = self.index
         return not (index.leases_at[row] or index.pins_at[row] or index.children_at[row])
 
-    def unprotect(
+    def use(self, known: KnownNamespace, rows: Rows, now: float) -> None:
+        """Stored `rows`, parents first, were used. The time is noted later, off a match's path."""
+        known.policy.touch(rows)
+        self._uses.append((rows, now))
+        if len(self._uses) >= _USES:
+            self._note_uses()
+
+    @property
+    def used_at(self) -> npt.NDArray[np.float64]:
+        """By row: the time of its last use."""
+        if self._uses:
+            self._note_uses()
+        return self._used_at
+
+    def _note_uses(self) -> None:
+        uses, self._uses = self._uses, []
+        rows, times = [rows for rows, _ in uses], [now for _, now in uses]
+        self._used_at[np.concatenate(rows)] = np.repeat(times, [len(few) for few in rows])
+
+    def unprotect(self, known: KnownNamespace, rows: Rows, *, empties: bool = False) -> None:
+        """One lease less on each of `rows`, which are distinct, parents first.
+
+        `empties`: there may be rows without parts, because they were to be written.
+        """
+        if len(rows) > _FEW:
+            self.unprotect_by(known, rows, 1, empties=empties)
+            return
+        index = self.index
+        idle = []
+        for row in rows[::-1].tolist():
+            index.leases_at[row] -= 1
+            if not index.leases_at[row]:
+                if index.resident_at[row] and index.state_at[row] != UNLINKED:
+                    idle.append(row)
+                else:
+                    self.settle(row)
+        if idle:
+            known.policy.unblock(np.array(idle, np.int32))
+
+    def unprotect_by(
         self,
         known: KnownNamespace,
         rows: Rows,
-        counts: int | npt.NDArray[np.int64] = 1,
+        counts: int | npt.NDArray[np.int64],
         *,
         empties: bool = False,
     ) -> None:
-        """So many leases less on each of `rows`, which are distinct.
-
-        `empties`: there may be rows without parts, because they were to be written; then parents
-        come before children.
-        """
+        """As `unprotect`, of many rows, so many leases less on each."""
         index = self.index
         left = index.leases[rows]
         left -= counts
         index.leases[rows] = left
-        idle = rows[left == 0]
+        idle = rows[left == 0] if np.count_nonzero(left) else rows
         if empties or self.zombies:
             stored = (index.state[idle] != UNLINKED) & (index.resident[idle] != 0)
             for row in idle[~stored][::-1].tolist():
@@ -228,14 +268,12 @@ class Room:
         Each time the least recently used of what the policies offer goes.
         """
         policies = [p for shape, p in self.policies.items() if slot is None or slot in shape]
-        evicted = 0
-        while evicted < n and (policy := self._oldest(policies)) is not None:
-            victim = policy.victims(1)
-            policy.forget(victim)
-            parent = self._gone(int(victim[0]))
-            if parent != NO_ROW:
-                policy.unblock(np.array([parent], np.int32))
-            evicted += 1
+        if len(policies) == 1:
+            evicted = policies[0].evict(n, self._gone)
+        else:
+            evicted = 0
+            while evicted < n and (policy := self._oldest(policies)) is not None:
+                evicted += policy.evict(1, self._gone)
         self._free_evicted(evicted)
         if slot is not None:
             self._evictions[slot] = self._evictions.get(slot, 0) + evicted
@@ -247,7 +285,7 @@ class Room:
         for number, policy in enumerate(policies):
             victims = policy.victims(1)
             if len(victims):
-                offers.append((float(self.index.used_at[victims[0]]), number))
+                offers.append((float(self.used_at[victims[0]]), number))
         return policies[min(offers)[1]] if offers else None
 
     def _gone(self, row: int) -> int:
@@ -284,7 +322,7 @@ class Room:
         oldest = self._oldest(policies)
         before = math.inf
         if oldest is not None:
-            before = float(self.index.used_at[oldest.victims(1)[0]])
+            before = float(self.used_at[oldest.victims(1)[0]])
         return self._reassign(slot, before)
 
     def _reassign(self, slot: int, before: float = math.inf) -> bool:
@@ -299,7 +337,7 @@ class Room:
         segments, rows = self._by_segment()
         held = (index.leases[rows] != 0) | (index.pins[rows] != 0)
         last_use = np.full(slabs.capacity_bytes // slabs.segment_bytes, -math.inf)
-        np.maximum.at(last_use, segments, np.where(held, math.inf, index.used_at[rows]))
+        np.maximum.at(last_use, segments, np.where(held, math.inf, self.used_at[rows]))
         last_use[slabs.segments_of(self._inside(np.fromiter(self.loose, np.int64)))] = math.inf
         order = others[np.argsort(last_use[others], kind="stable")]
         doomed: list[int] = []

@@ -84,8 +84,7 @@ class Writes:
     def _protect(self, known: KnownNamespace, rows: Rows, now: float) -> None:
         """Nothing of the chain goes while room is made for the rest; what is stored, is used."""
         self._index.leases[rows] += 1
-        self._index.used_at[rows] = now
-        known.policy.touch(rows[self._index.resident[rows] != 0])
+        self._room.use(known, rows[self._index.resident[rows] != 0], now)
 
     def _judge(self, plan: Plan, rows: Sequence[int], indices: Sequence[int]) -> None:
         """EXISTS and WRITING, for the chunks that have a row."""
@@ -180,7 +179,7 @@ class Writes:
             outcomes[number] = self._commit_one(known, lease, number, stored)
         if stored:
             rows = np.array(stored, np.int32)
-            self._index.used_at[rows] = now
+            self._room.used_at[rows] = now
             known.policy.admit(rows)
             known.published += len(rows)
             self._room.counters.published_chunks += len(rows)

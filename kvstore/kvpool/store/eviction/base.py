@@ -12,6 +12,8 @@ Rows = NDArray[np.int32]
 """Row numbers, shape ``(n,)``."""
 Evictable = Callable[[Rows], NDArray[np.bool_]]
 """True where a row may go now: it has no children, lease or pin. The store's knowledge."""
+Gone = Callable[[int], int]
+"""Takes a victim out of the store; returns its parent if that may go now, else -1."""
 
 
 class Policy(Protocol):
@@ -49,7 +51,14 @@ class Policy(Protocol):
 
         Each row comes once. They stay known until `forget`, and until something changes, asking
         again gives the same rows first. Evicting a row may free its parent, which this call cannot
-        know: to evict in exact order, ask for one, `forget` it, `unblock` its parent, ask again.
+        know: to evict several in exact order, see `evict`.
+        """
+
+    def evict(self, n: int, gone: Gone) -> int:
+        """Evicts up to `n` rows in exact order, freed parents included; returns how many.
+
+        `gone` is called for each in turn and must not call the policy. The rows are forgotten and
+        the parents unblocked when this returns.
         """
 
     def unblock(self, rows: Rows) -> None:
@@ -73,3 +82,16 @@ class Policy(Protocol):
 
     def check_integrity(self) -> None:
         """`AssertionError` if the policy contradicts itself. Costs O(capacity)."""
+
+
+def evict_in_turn(policy: Policy, n: int, gone: Gone) -> int:
+    """`Policy.evict` by the other methods, for policies without a faster way."""
+    for evicted in range(n):
+        victim = policy.victims(1)
+        if not len(victim):
+            return evicted
+        policy.forget(victim)
+        parent = gone(int(victim[0]))
+        if parent >= 0:
+            policy.unblock(np.array([parent], np.int32))
+    return n

@@ -16,16 +16,20 @@ below two entries per row without a pause.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.store.eviction.base import Evictable, Rows
+from kvpool.store.eviction.base import Evictable, Gone, Rows
 
 BLOCK_ROWS = 4096
 """Entries of a log block, and uses that may wait for being logged."""
 _WINDOW_ROWS = 32
 """Entries that a walk looks at first; doubled until it has found enough."""
+
+_ROUND_ROWS = 32
+"""Victims looked up at once while evicting; their parents come on top."""
 
 Stamps = NDArray[np.int64]
 
@@ -72,6 +76,7 @@ class LruPolicy:
         self._evictable = evictable
         self._block_rows = block_rows
         self._stamp = np.zeros(capacity, np.int64)  # of known rows; negative once demoted
+        self._stamp_at = memoryview(self._stamp)
         self._state = np.zeros(capacity, np.uint8)
         self._known = 0
         self._newest = 0  # stamp
@@ -123,8 +128,36 @@ class LruPolicy:
             position, window = stop, 2 * window
         return np.concatenate(found)
 
+    def evict(self, n: int, gone: Gone) -> int:
+        evicted = 0
+        while evicted < n and len(candidates := self.victims(min(n - evicted, _ROUND_ROWS))):
+            evicted += self._evict_round(candidates, n - evicted, gone)
+        return evicted
+
+    def _evict_round(self, candidates: Rows, n: int, gone: Gone) -> int:
+        """Merges the oldest rows with the parents that their eviction frees, by stamp.
+
+        Ends with the last candidate, behind which the next oldest row is not known.
+        """
+        heads = list(zip(self._stamp[candidates].tolist(), candidates.tolist(), strict=True))
+        heads.reverse()
+        freed: list[tuple[int, int]] = []
+        evicted: list[int] = []
+        while heads and len(evicted) < n:
+            row = heappop(freed)[1] if freed and freed[0] < heads[-1] else heads.pop()[1]
+            evicted.append(row)
+            parent = gone(row)
+            if parent >= 0:
+                heappush(freed, (self._stamp_at[parent], parent))
+        self.forget(np.array(evicted, np.int32))
+        if freed:
+            self.unblock(np.array([row for _, row in freed], np.int32))
+        return len(evicted)
+
     def unblock(self, rows: Rows) -> None:
         states = self._state[rows]
+        if not np.count_nonzero(states > _LOGGED):
+            return
         self._state[rows[states == _BLOCKED]] = _LOGGED
         dropped = rows[states == _DROPPED]
         if len(dropped):
@@ -196,10 +229,8 @@ class LruPolicy:
         stamps = np.arange(self._newest + 1, self._newest + 1 + len(rows))
         self._newest += len(rows)
         self._state[rows] = _LOGGED
-        if len(pending) == 1:
-            self._stamp[rows] = stamps
-        else:  # of a row's several uses, only the last needs an entry
-            np.maximum.at(self._stamp, rows, stamps)
+        self._stamp[rows] = stamps
+        if len(pending) > 1:  # of a row's several uses, only the last needs an entry
             last = self._stamp[rows] == stamps
             rows, stamps = rows[last], stamps[last]
         self._append(rows, stamps)
