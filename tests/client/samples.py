@@ -81,7 +81,7 @@ def blob(key: bytes, generation: int, nbytes: int) -> Bytes:
 
 
 def generation_of(data: Bytes, key: bytes) -> int:
-    """Which write of `key` these bytes are, whole; AssertionError if they are a mix, or another's."""
+    """Which write of `key` these bytes are. Asserts that they are whole, and of that key."""
     found = int.from_bytes(data[24:32].tobytes(), "little")
     assert np.array_equal(data, blob(key, found, data.size)), "bytes of another key or write"
     return found

@@ -38,7 +38,7 @@ class Place:
             client = connect(self._address(), **options)
         else:
             made = connect_async(self._address(), **options)
-            client = cast(Client, _Blocking(made, self._loop))
+            client = cast(Client, Blocking(made, self._loop))
         self._closing.append(client.close)
         return client
 
@@ -77,7 +77,7 @@ def _leases(client: Client) -> int:
     return sum(domain["leases"] for domain in client.status()["domains"].values())
 
 
-class _Blocking:
+class Blocking:
     """Runs what is awaitable on `loop`, so that one test suits both APIs."""
 
     def __init__(self, target: Any, loop: asyncio.AbstractEventLoop) -> None:
@@ -96,7 +96,7 @@ class _Blocking:
             if inspect.iscoroutine(result):
                 result = self._loop.run_until_complete(result)
             if isinstance(result, AsyncClient | AsyncSession | AsyncPublication):
-                return _Blocking(result, self._loop)
+                return Blocking(result, self._loop)
             return result
 
         return call

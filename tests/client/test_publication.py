@@ -95,9 +95,9 @@ def test_what_is_not_committed_is_given_back(client: Client, session: Session) -
 
 def test_writes_of_a_wrong_size_are_refused(session: Session) -> None:
     with session.publication(prompt(1)) as publication:
-        with pytest.raises(InvalidError, match="1 bytes .* 8192 bytes"):
+        with pytest.raises(InvalidError, match=r"1 bytes .* 8192 bytes"):
             publication.write(0, b"x")
-        with pytest.raises(InvalidError, match="1 bytes .* 2048 bytes"):
+        with pytest.raises(InvalidError, match=r"1 bytes .* 2048 bytes"):
             publication.write_layer(0, LAYERS[0], b"x")
         with pytest.raises(NamespaceError, match="no plane 'layer 9'"):
             publication.write_layer(0, "layer 9", b"x")

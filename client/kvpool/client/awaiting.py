@@ -25,7 +25,7 @@ T = TypeVar("T")
 INLINE_BYTES = 256 << 10
 """A smaller copy (about 25 µs) is done on the loop: a thread hop costs as much."""
 BUFFER_MAX = 1 << 20
-"""Bytes that wait for a daemon that does not read; one-way messages beyond are dropped."""
+"""Bytes that wait for a daemon that does not read; then what is not vital is dropped."""
 
 
 class AsyncSocketChannel(asyncio.Protocol):
@@ -143,15 +143,19 @@ class AsyncSocketChannel(asyncio.Protocol):
             text = f"{self._address} did not answer before the deadline"
             future.set_exception(DeadlineError(text))
 
-    def notify(self, body: Message) -> None:
-        self._in_loop(lambda: self._write(protocol.request_frame(0, body)))
-
-    def _write(self, frame: bytes) -> None:
+    def notify(self, body: Message, *, vital: bool = True) -> bool:
         transport = self._transport
         if self._lost is not None or transport is None:
-            return
-        if transport.get_write_buffer_size() < BUFFER_MAX:
-            transport.write(frame)
+            return False
+        if not vital and transport.get_write_buffer_size() > BUFFER_MAX:
+            return False
+        frame = protocol.request_frame(0, body)
+        self._in_loop(lambda: self._write(frame))
+        return True
+
+    def _write(self, frame: bytes) -> None:
+        if self._lost is None and self._transport is not None:
+            self._transport.write(frame)
 
     def close(self) -> None:
         self._lost = self._lost or UnreachableError("the connection is closed")

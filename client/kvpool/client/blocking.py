@@ -22,12 +22,10 @@ from kvpool.transfer.stream import Stream, dial
 
 T = TypeVar("T")
 
-SMALL = 4096
-NOTIFY_S, NOTIFY_LARGE_S = 0.01, 1.0
-"""How long a one-way message below `SMALL` bytes, or above, may wait for room in the socket; then
-it waits for the next call."""
-OUTBOX_MAX = 4096
-"""One-way messages kept for a daemon that does not read; later ones are dropped."""
+NOTIFY_S = 0.05
+"""How long a one-way message may wait for room in the socket."""
+STUCK_S = 1.0
+"""After that failed, they wait this long, or for the next call."""
 
 _LOOK = socket.MSG_PEEK | socket.MSG_DONTWAIT
 
@@ -41,6 +39,7 @@ class SocketChannel:
         self._session = protocol.ClientSession()
         self._lock = threading.Lock()
         self._outbox: deque[bytes] = deque()
+        self._stuck_until = 0.0
         self._silent = False
         self._lost = False
 
@@ -108,10 +107,16 @@ class SocketChannel:
             if not wanted and (orphan := protocol.orphan_release(message)):
                 self._outbox.append(protocol.request_body(0, orphan))
 
-    def notify(self, body: Message) -> None:
-        if not self._lost and self._stream.broken is None and len(self._outbox) < OUTBOX_MAX:
-            self._outbox.append(protocol.request_body(0, body))
-            self._flush()
+    def notify(self, body: Message, *, vital: bool = True) -> bool:
+        if self._lost or self._stream.broken is not None:
+            return False
+        if time.monotonic() < self._stuck_until:
+            if vital:
+                self._outbox.append(protocol.request_body(0, body))
+            return vital
+        self._outbox.append(protocol.request_body(0, body))
+        self._flush()
+        return True
 
     def _flush(self) -> None:
         """Sends the outbox, unless another thread is in a call: then that one will."""
@@ -127,8 +132,9 @@ class SocketChannel:
         while self._outbox:
             body = self._outbox[0]
             try:
-                self._stream.send(body, deadline=NOTIFY_S if len(body) < SMALL else NOTIFY_LARGE_S)
+                self._stream.send(body, deadline=NOTIFY_S)
             except DeadlineError:
+                self._stuck_until = time.monotonic() + STUCK_S
                 return False
             except UnreachableError:  # a dead connection has given everything back already
                 self._outbox.clear()

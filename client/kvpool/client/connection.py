@@ -80,10 +80,9 @@ class Connection:
             raise
         return answer
 
-    def notify(self, body: Message) -> None:
-        """One-way, best effort: a dead connection has given everything back already."""
-        if self.alive:
-            self.channel.notify(body)
+    def notify(self, body: Message, *, vital: bool = True) -> bool:
+        """One-way, see `Channel.notify`: a dead connection has given everything back already."""
+        return self.alive and self.channel.notify(body, vital=vital)
 
     # ---- bytes
 

@@ -41,8 +41,12 @@ class Channel(Protocol):
         `ProtocolError`.
         """
 
-    def notify(self, body: Message) -> None:
-        """Sends without wanting a response. Best effort: never raises, never waits for long."""
+    def notify(self, body: Message, *, vital: bool = True) -> bool:
+        """Sends without wanting a response. Never raises, never waits for long.
+
+        To a daemon that does not read, what is vital goes when it reads again, and what is not is
+        dropped. False if the connection is lost or the message was dropped.
+        """
 
     def close(self) -> None:
         """The peer takes back all that this connection holds. Idempotent."""

@@ -117,9 +117,10 @@ class LocalChannel:
             return None
         return self._store.handle(self, _request(1, body))
 
-    def notify(self, body: Message) -> None:
+    def notify(self, body: Message, *, vital: bool = True) -> bool:
         if self.alive:
             self._store.post(self, _request(0, body))
+        return self.alive
 
     def close(self) -> None:
         if self.alive:

@@ -154,9 +154,13 @@ def _deliver(job: Pulling, grant: Grant) -> Steps[None]:
     highest = max(address for address, _ in job.extents)
     if highest >= 0:
         regions = yield from connection.regions(highest, writable=False)
-        yield from connection.bulk(lambda end: job.copy(regions, end), nbytes)
-        if not connection.alive:  # closed under the copy: the extents may have been reused
-            job.outcomes[job.outcomes == Outcome.HIT] = Outcome.STALE_EPOCH
+
+        def copy(end: float) -> None:
+            job.copy(regions, end)
+            if not connection.channel.alive:  # closed by the store: extents may have been reused
+                job.outcomes[job.outcomes == Outcome.HIT] = Outcome.STALE_EPOCH
+
+        yield from connection.bulk(copy, nbytes)
     else:
         job.outcomes[:] = Outcome.MISS
 

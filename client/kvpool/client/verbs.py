@@ -51,9 +51,7 @@ def hint(
         return False
     future.namespace = membership.number
     future.keys = session.keys_of(membership.identity, prompt, extras)
-    if future.keys:
-        membership.connection.notify(future)
-    return True
+    return not future.keys or membership.connection.notify(future, vital=False)
 
 
 def pin(
