@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool.proto.errors import (
+    BusyError,
     DeniedError,
     InvalidError,
     NamespaceError,
@@ -61,6 +62,17 @@ def test_a_namespace_that_differs_only_in_layout_is_warned_about_with_both() -> 
     _, warning = world.store.open_namespace("red", namespace(part("all", 2048)))
     assert "can never share KV" in warning and "parts: " in warning
     assert world.store.open_namespace("red", namespace(WHOLE, model="other"))[1] == ""
+
+
+def test_a_tenant_cannot_open_namespaces_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.store.namespaces.NAMESPACES_MAX", 2)
+    world = World()
+    for model in ("one", "two"):
+        world.store.open_namespace("red", namespace(WHOLE, model=model))
+    with pytest.raises(BusyError, match="tenant 'red' has opened 2 namespaces"):
+        world.store.open_namespace("red", namespace(WHOLE, model="three"))
+    world.store.open_namespace("red", namespace(WHOLE, model="two"))  # known already
+    world.store.open_namespace("blue", namespace(WHOLE, model="three"))
 
 
 def test_a_closed_session_is_refused_and_leaves_nothing() -> None:

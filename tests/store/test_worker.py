@@ -18,6 +18,7 @@ from kvpool.proto.errors import (
     DeniedError,
     InvalidError,
     KvpoolError,
+    ProtocolError,
     StaleError,
     UnreachableError,
 )
@@ -25,6 +26,7 @@ from kvpool.proto.outcomes import Outcome
 from kvpool.store.caller import Caller
 from kvpool.store.poolmap import PoolMap
 from kvpool.transfer.copying import Bytes
+from kvpool.transfer.stream import dial
 from tests.store.daemons import Chunks, Client, RunningDaemon, eventually, namespace, running
 
 TOKENS = {name: name * 32 for name in "abc"}
@@ -293,6 +295,13 @@ def test_a_tenant_without_the_right_to_map_uses_the_stream_on_the_same_host(
         assert not other.match(other.open(theirs.space), theirs.packed).hits
     with Remote(daemon, "c", daemon.address) as apart:
         assert apart.welcome.data_address == f"{daemon.address}.data-apart"
+
+
+def test_a_stranger_cannot_make_a_worker_hold_a_large_first_frame(remote: Remote) -> None:
+    with dial(remote.welcome.data_address, 5.0) as stranger:
+        stranger.send(bytes(protocol.HELLO_MAX + 1), deadline=5.0)
+        with pytest.raises((ProtocolError, UnreachableError)):
+            protocol.parse_response(stranger.receive(deadline=5.0))
 
 
 def test_a_data_connection_serves_nothing_else(remote: Remote) -> None:

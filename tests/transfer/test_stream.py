@@ -151,6 +151,15 @@ def test_strangers_are_named(
         stream.receive(deadline=LONG)
 
 
+def test_a_server_may_ask_for_less_than_the_largest_frame(
+    half_raw: tuple[socket.socket, Stream],
+) -> None:
+    raw, stream = half_raw
+    raw.sendall((101).to_bytes(4, "big"))  # the length alone: nothing is buffered for its body
+    with pytest.raises(ProtocolError, match="exceeds 0x64"):
+        stream.receive(deadline=LONG, limit=100)
+
+
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, (4 << 20) - 1, (4 << 20) + 1])
 def test_payload_of_any_size_arrives_in_place(pair: tuple[Stream, Stream], nbytes: int) -> None:
     left, right = pair

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvpool.proto.chunk import extent_bytes
+from kvpool.proto.errors import BusyError
 from kvpool.proto.namespace import Namespace
 from kvpool.store.eviction.base import Policy
 
@@ -39,6 +40,10 @@ class KnownNamespace:
         return sum(n for part, n in enumerate(self.extent_bytes) if parts >> part & 1)
 
 
+NAMESPACES_MAX = 4096
+"""Per tenant. Each costs memory for as long as the daemon lives; a model needs a handful."""
+
+
 class Namespaces:
     """By id and by identity. Ids are small, start at 1 and are never used again."""
 
@@ -60,11 +65,19 @@ class Namespaces:
         shape_of: Callable[[tuple[int, ...]], Shape],
         policy_of: Callable[[Shape], Policy],
     ) -> tuple[KnownNamespace, str]:
-        """The namespace of `tenant`, and a warning if it can never meet one that is known."""
+        """The namespace of `tenant`, and a warning if it can never meet one that is known.
+
+        Raises `BusyError` at `NAMESPACES_MAX`.
+        """
         digest = namespace.digest(tenant)
         known = self._by_identity.get((tenant, digest))
         if known is not None:
             return known, ""
+        if len(self.of_tenant(tenant)) >= NAMESPACES_MAX:
+            raise BusyError(
+                f"tenant {tenant!r} has opened {NAMESPACES_MAX} namespaces, which is the limit; "
+                "a salt or adapter name per request does not belong into a namespace's identity"
+            )
         sizes = tuple(extent_bytes(part) for part in namespace.parts)
         shape = shape_of(sizes)
         chunk, parts = namespace.chunk_tokens, list(enumerate(namespace.parts))

@@ -78,7 +78,8 @@ class DataConnection:
                     self._stream.send(b"", deadline=STALL_S)
 
     def _greet(self) -> Caller:
-        request = protocol.parse_request(self._stream.receive(deadline=HELLO_S))
+        hello = self._stream.receive(deadline=HELLO_S, limit=protocol.HELLO_MAX)
+        request = protocol.parse_request(hello)
         if not request.HasField("hello"):
             raise ProtocolError("the first message must be Hello")
         request.hello.worker = self._secret

@@ -147,12 +147,14 @@ class Stream:
             self._spoil(error)
             raise
 
-    def receive(self, *, deadline: float, idle: float | None = None) -> bytes:
+    def receive(
+        self, *, deadline: float, idle: float | None = None, limit: int = frames.MAX_FRAME
+    ) -> bytes:
         """The body of the next frame. `b""` is a ping: whoever serves answers it by `send(b"")`.
 
         A server gives `idle`, the seconds that it waits for a frame's first byte; `deadline` then
-        counts from that byte. Raises `ProtocolError` for a length that no frame has, which breaks
-        the stream, and `UnreachableError` when the peer has closed (see `ended`).
+        counts from that byte. Raises `ProtocolError` for a length above `limit` bytes, which
+        breaks the stream, and `UnreachableError` when the peer has closed (see `ended`).
         """
         patience = deadline if idle is None else idle
         end = self._begin(patience)
@@ -162,7 +164,7 @@ class Stream:
                 self._start = 0
                 if idle is not None:
                     end = time.monotonic() + deadline
-            return self._cut_frame(end)
+            return self._cut_frame(end, limit)
         except BaseException as error:
             self._spoil(error)
             raise
@@ -238,8 +240,8 @@ class Stream:
                 raise self._translated(error, "sending") from error
             pending = _after(pending, sent)
 
-    def _cut_frame(self, end: float) -> bytes:
-        """The frame that begins with what is held."""
+    def _cut_frame(self, end: float, limit: int) -> bytes:
+        """The frame, of at most `limit` bytes, that begins with what is held."""
         while len(self._held) - self._start < _PREFIX:
             held = self._held[self._start :]
             missing = max(self._read_ahead - len(held), 1)
@@ -247,8 +249,8 @@ class Stream:
             self._start = 0
         (nbytes,) = frames.PREFIX.unpack_from(self._held, self._start)
         body_start = self._start + _PREFIX
-        if nbytes > frames.MAX_FRAME:
-            self._refuse(self._held[self._start : body_start])
+        if nbytes > limit:
+            self._refuse(self._held[self._start : body_start], limit)
         body = self._held[body_start : body_start + nbytes]
         self._start = body_start + len(body)
         return body if len(body) == nbytes else self._receive_rest(body, nbytes, end)
@@ -327,10 +329,10 @@ class Stream:
         if not isinstance(error, KvpoolError):
             self._broken = self._broken or "a call was interrupted"
 
-    def _refuse(self, prefix: bytes) -> None:
+    def _refuse(self, prefix: bytes, limit: int) -> None:
         """Raise the codec's own words for a length that it does not accept."""
         try:
-            frames.body_length(prefix)
+            frames.body_length(prefix, limit)
         except ProtocolError as error:
             raise self._break(error) from None
 
