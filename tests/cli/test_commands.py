@@ -161,3 +161,18 @@ def test_an_absent_daemon_exits_with_1_and_names_the_address(
         main(["status", "--address", f"unix:{tmp_path}/none.sock"])
     assert stopped.value.code == 1
     assert "none.sock" in capsys.readouterr().err
+
+
+def test_writers_and_readers_that_never_meet_are_warned_about(address: str) -> None:
+    with connect(address) as client:
+        writer, reader = (client.open(namespace(model)) for model in ("written", "read"))
+        prompt = list(range(20 * CHUNK))
+        payloads = list(np.ones((20, writer.namespace.parts[0].nbytes), np.uint8))
+        assert writer.publish(prompt, payloads).stored
+        for _ in range(20):
+            assert reader.match(prompt).chunks == 0
+        told = run("status", address=address).output
+        assert "writers and readers use different namespaces" in told
+        for session in (writer, reader):
+            assert session.namespace.digest("default").hex()[:16] in told
+        client.clear()
