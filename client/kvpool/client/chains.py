@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvpool.proto.keys import KEY_BYTES, Extra, TokenArray, Tokens, as_tokens, chain_keys
+from kvpool.proto.keys import (
+    KEY_BYTES,
+    Extra,
+    TokenArray,
+    Tokens,
+    as_tokens,
+    chain_keys,
+    shareable_chunks,
+)
 
 REMEMBERED = 64
 """Conversations whose chains are kept; the least recently used goes first."""
@@ -20,9 +28,13 @@ class _Chain:
     extras: tuple[Extra, ...]
     keys: bytes
 
+    @property
+    def name(self) -> bytes:
+        return self.keys[-KEY_BYTES:]
+
 
 class ChainMemo:
-    """Keys by prompt. Not thread-safe by itself: each step replaces whole immutable chains."""
+    """Keys by prompt. Thread-safe: chains are immutable, and each step replaces whole ones."""
 
     def __init__(self, digest: bytes, chunk_tokens: int) -> None:
         self._digest = digest
@@ -32,44 +44,65 @@ class ChainMemo:
         """Chunks hashed so far; grows only by what no remembered chain had."""
 
     def keys(self, tokens: Tokens, extras: Sequence[Extra] | None = None) -> bytes:
-        """Keys (n x 32 bytes) of the shareable full chunks of `tokens`."""
+        """Keys (n x 32 bytes) of the shareable full chunks of `tokens`. Raises `InvalidError`."""
         array = as_tokens(tokens)
-        wanted = tuple(sorted(extras)) if extras else ()
-        known = self._longest_common(array, wanted)
-        start = len(known) // KEY_BYTES * self._chunk_tokens
-        previous = known[-KEY_BYTES:] or self._digest
-        fresh = chain_keys(previous, array[start:], self._chunk_tokens, wanted, first_token=start)
-        self.hashed_chunks += len(fresh) // KEY_BYTES
-        keys = known + fresh
-        if keys:
-            self._remember(_Chain(array.copy(), wanted, keys))
+        chunks = shareable_chunks(len(array), self._chunk_tokens, extras)
+        if not chunks:
+            return b""
+        # Beyond the last chunk there is nothing to remember.
+        array = array[: chunks * self._chunk_tokens]
+        wanted = _sorted(extras, len(array))
+        best, known = self._longest_common(array, wanted)
+        if known == chunks:
+            assert best is not None
+            self._touch(best)
+            return best.keys[: known * KEY_BYTES]
+        keys = best.keys[: known * KEY_BYTES] if best is not None else b""
+        start = known * self._chunk_tokens
+        previous = keys[-KEY_BYTES:] or self._digest
+        keys += chain_keys(previous, array[start:], self._chunk_tokens, wanted, first_token=start)
+        self.hashed_chunks += chunks - known
+        self._remember(_Chain(array.copy(), wanted, keys))
         return keys
 
-    def _longest_common(self, tokens: TokenArray, extras: tuple[Extra, ...]) -> bytes:
-        """The keys that the best remembered chain shares with this prompt."""
-        best = b""
+    def _longest_common(
+        self, tokens: TokenArray, extras: tuple[Extra, ...]
+    ) -> tuple[_Chain | None, int]:
+        """The remembered chain that shares most chunks with this prompt, and how many."""
+        best, most = None, 0
         step = self._chunk_tokens
-        for chain in list(self._chains.values()):
+        for chain in reversed(list(self._chains.values())):
             chunks = min(len(chain.keys) // KEY_BYTES, len(tokens) // step)
-            # A shared last chunk almost always means a shared chain: look there first.
-            if chunks * KEY_BYTES <= len(best):
+            following = slice(most * step, (most + 1) * step)
+            # To be better a chain must at least share the first chunk that the best does not.
+            if chunks <= most or not np.array_equal(chain.tokens[following], tokens[following]):
                 continue
             differs = np.flatnonzero(chain.tokens[: chunks * step] != tokens[: chunks * step])
             if differs.size:
                 chunks = int(differs[0]) // step
             chunks = min(chunks, _extras_agree(chain.extras, extras, chunks * step) // step)
-            if chunks * KEY_BYTES > len(best):
-                best = chain.keys[: chunks * KEY_BYTES]
-        return best
+            if chunks > most:
+                best, most = chain, chunks
+        return best, most
+
+    def _touch(self, chain: _Chain) -> None:
+        if self._chains.pop(chain.name, None) is not None:
+            self._remember(chain)
 
     def _remember(self, chain: _Chain) -> None:
-        # A conversation that grew replaces its shorter self; its name is where it began to differ.
+        # A conversation that grew replaces its shorter self.
         for name, old in list(self._chains.items()):
             if chain.keys.startswith(old.keys):
                 self._chains.pop(name, None)
-        self._chains[chain.keys[-KEY_BYTES:]] = chain
+        self._chains[chain.name] = chain
         while len(self._chains) > REMEMBERED:
             self._chains.popitem(last=False)
+
+
+def _sorted(extras: Sequence[Extra] | None, tokens: int) -> tuple[Extra, ...]:
+    """Those that start before `tokens`; all of them have a digest, or the chain would end there."""
+    named = [(e.start, e.digest) for e in extras or () if e.digest is not None and e.start < tokens]
+    return tuple(Extra(start, digest) for start, digest in sorted(named))
 
 
 def _extras_agree(mine: tuple[Extra, ...], theirs: tuple[Extra, ...], tokens: int) -> int:
