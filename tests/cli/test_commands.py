@@ -38,7 +38,7 @@ def namespace(model: str = "made-up") -> Namespace:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with running_daemon("--capacity", "64MiB", "--log-level", "warning") as daemon:
+    with running_daemon("--capacity", "64MiB") as daemon:
         yield daemon.address
 
 

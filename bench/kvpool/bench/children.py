@@ -53,6 +53,10 @@ class Child:
             )
         self._received = bytearray()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def send(self, **message: Any) -> None:
         """Raises `ChildError` if the process has ended."""
         assert self._process.stdin is not None

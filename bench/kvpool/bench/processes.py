@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpool.proto.errors import UnreachableError
+from kvpool.bench.children import Children
 
 TICK = os.sysconf("SC_CLK_TCK")
-STOP_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,34 +24,22 @@ class Daemon:
 
     def cpu_seconds(self) -> float:
         """CPU time of the daemon and its data workers so far."""
-        return sum(cpu_seconds(pid) for pid in (self.pid, *children(self.pid)))
+        return sum(cpu_seconds(pid) for pid in (self.pid, *children_of(self.pid)))
 
 
 @contextlib.contextmanager
 def running_daemon(*options: str) -> Iterator[Daemon]:
-    """Starts a daemon on a private socket and stops it at the end. Raises `UnreachableError`."""
-    with tempfile.TemporaryDirectory(prefix="kvpool-") as folder:
-        socket = str(Path(folder, "kvpool.sock"))
+    """Starts a daemon on a private socket and stops it at the end.
+
+    Raises what keeps it from starting, and `KeyboardInterrupt` if we are told to stop meanwhile.
+    """
+    with Children() as children:
+        socket = str(children.folder / "kvpool.sock")
         program = "from kvpool.cli import main; main()"
-        command = [sys.executable, "-c", program, "serve", "--socket", socket, "--json", *options]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                raise UnreachableError(
-                    f"the daemon ended with {process.wait()} before it was ready"
-                )
-            yield Daemon(process.pid, f"unix:{socket}", json.loads(line))
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+        serve = ["-c", program, "serve", "--json", "--log-level", "warning", "--socket", socket]
+        daemon = children.start("daemon", [*serve, *options])
+        yield Daemon(daemon.pid, f"unix:{socket}", children.receive(daemon))
+        children.check()
 
 
 def cpu_seconds(pid: int) -> float:
@@ -70,7 +52,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICK
 
 
-def children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
     """Direct children of `pid`."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
