@@ -53,18 +53,28 @@ _LINE = np.dtype(
     ]
 )
 _MULTIPLIER = 0x9E3779B97F4A7C15
+_MULTIPLIER_U64 = np.array(_MULTIPLIER, np.uint64)
 _U64 = (1 << 64) - 1
 _FEW = 4  # up to this many keys plain Python beats the fixed cost of NumPy calls
 
 
 class Found(NamedTuple):
-    """What a batch look-up gives, one entry per key; all but `rows` is arbitrary for NO_ROW."""
+    """What a batch look-up gives, one entry per key; where the row is NO_ROW, the rest is 0."""
 
     rows: Rows
+    words: npt.NDArray[np.uint64]
+    """Copies of the rows' lines, shape (n, 8)."""
+    namespace: npt.NDArray[np.int32]
     parent: Rows
-    resident: npt.NDArray[np.uint64]
-    extents: npt.NDArray[np.int64]
-    """Part 0's (address, generation), shape (n, 2)."""
+
+    @property
+    def resident(self) -> npt.NDArray[np.uint64]:
+        return self.words[:, 5]
+
+    @property
+    def extents(self) -> npt.NDArray[np.int64]:
+        """Part 0's (address, generation), shape (n, 2)."""
+        return self.words.view(np.int64)[:, 6:]
 
 
 class Index:
@@ -76,10 +86,11 @@ class Index:
         self._seed = seed & _U64
         bits = max(4, (4 * capacity - 1).bit_length())
         self._shift = 64 - bits
+        self._shift_u64 = np.array(64 - bits, np.uint64)
         self._mask = (1 << bits) - 1
         self._table = np.zeros(1 << bits, np.int32)
-        lines = np.zeros(capacity, _LINE)
-        self._words = lines.view("<u8").reshape(capacity, 8)
+        lines = np.zeros(capacity + 1, _LINE)  # the last one stands for NO_ROW
+        self._words = lines.view("<u8").reshape(-1, 8)
         self.namespace = lines["namespace"]
         self.parent = lines["parent"]
         self.resident = lines["resident"]
@@ -89,7 +100,7 @@ class Index:
         self.pins = np.zeros(capacity, np.int32)
         self.children = np.zeros(capacity, np.int32)
         self.extents: list[npt.NDArray[np.int64]] = [lines["extent"]]
-        """One (capacity, 2) array per part: address and generation, valid where resident."""
+        """Per part and row: address and generation, valid where resident."""
         self.writing: dict[int, int] = {}
         """Bitmap of the parts that a writer holds, for the rows that have any."""
         # Siblings form a doubly linked list, stored as row + 1 (0: none). So do free rows.
@@ -124,30 +135,37 @@ class Index:
         if count <= _FEW:
             few = [self.find_one(namespace, keys[i * 32 : i * 32 + 32]) for i in range(count)]
             rows = np.array(few, np.int32)
-            return _found(rows, self._words.take(rows, axis=0, mode="clip"))
+            return _found(rows, self._words.take(rows, axis=0, mode="wrap"))
         wanted = np.frombuffer(keys, np.uint64).reshape(count, 4)
         tags = wanted[:, 0]
         slots = self._homes(namespace, tags)
         rows = self._table.take(slots)
         rows -= 1
-        words = self._words.take(rows, axis=0, mode="clip")
-        pending = np.flatnonzero((words[:, 0] != tags) & (rows >= 0))
+        words = self._words.take(rows, axis=0, mode="wrap")
+        pending = ((words[:, 0] != tags) & (rows >= 0)).nonzero()[0]
         while pending.size > _FEW:
             slots[pending] = step = (slots[pending] + 1) & self._mask
             rows[pending] = further = self._table[step] - 1
-            words[pending] = lines = self._words.take(further, axis=0, mode="clip")
+            words[pending] = lines = self._words.take(further, axis=0, mode="wrap")
             pending = pending[(lines[:, 0] != tags[pending]) & (further >= 0)]
-        # Equal tags but another key or namespace happen only by intent: settle them one by one.
-        exact = words[:, 1] == wanted[:, 1]
-        exact &= words[:, 2] == wanted[:, 2]
-        exact &= words[:, 3] == wanted[:, 3]
-        exact &= words.view(np.int32)[:, 8] == namespace
-        exact[pending] = False
-        if np.count_nonzero(exact) < count:
-            for i in np.flatnonzero(~exact & (rows >= 0)).tolist():
-                rows[i] = row = self.find_one(namespace, keys[i * 32 : i * 32 + 32])
-                words[i] = self._words[row]
-        return _found(rows, words)
+        for i in pending.tolist():
+            rows[i] = row = self.find_one(namespace, keys[i * 32 : i * 32 + 32])
+            words[i] = self._words[row]
+        found = _found(rows, words)
+        if words[:, :4].tobytes() != keys or np.count_nonzero(found.namespace != namespace):
+            self._settle(namespace, keys, wanted, found)
+        return found
+
+    def _settle(
+        self, namespace: int, keys: bytes, wanted: npt.NDArray[np.uint64], found: Found
+    ) -> None:
+        """Mends what has the right 64 bits but another key or namespace: only by intent."""
+        exact = found.namespace == namespace
+        for word in (1, 2, 3):
+            exact &= found.words[:, word] == wanted[:, word]
+        for i in (~exact & (found.rows >= 0)).nonzero()[0].tolist():
+            found.rows[i] = row = self.find_one(namespace, keys[i * 32 : i * 32 + 32])
+            found.words[i] = self._words[row]
 
     def find_one(self, namespace: int, key: bytes) -> int:
         """Row of one key, or NO_ROW."""
@@ -175,15 +193,18 @@ class Index:
         return bytes(self._bytes_at[64 * row + 48 : 64 * row + 64])
 
     def _home(self, namespace: int, tag: int) -> int:
-        mixed = tag ^ self._seed ^ namespace * _MULTIPLIER & _U64
-        return (mixed * _MULTIPLIER & _U64) >> self._shift
+        return ((tag ^ self._mix(namespace)) * _MULTIPLIER & _U64) >> self._shift
 
     def _homes(self, namespace: int, tags: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         """`_home` of each tag."""
-        mixed = tags ^ np.uint64(self._seed ^ namespace * _MULTIPLIER & _U64)
-        mixed *= np.uint64(_MULTIPLIER)
-        mixed >>= np.uint64(self._shift)
+        mixed = tags ^ np.uint64(self._mix(namespace))
+        np.multiply(mixed, _MULTIPLIER_U64, out=mixed)
+        np.right_shift(mixed, self._shift_u64, out=mixed)
         return mixed.view(np.int64)
+
+    def _mix(self, namespace: int) -> int:
+        """Keeps equal keys of different namespaces out of each other's way."""
+        return self._seed ^ namespace * _MULTIPLIER & _U64
 
     # ---- rows
 
@@ -268,7 +289,7 @@ class Index:
     def ensure_parts(self, parts: int) -> None:
         """Extent columns for at least `parts` parts per chunk."""
         while len(self.extents) < parts:
-            self.extents.append(np.zeros((self.capacity, 2), np.int64))
+            self.extents.append(np.zeros((self.capacity + 1, 2), np.int64))
         for extents in self.extents[len(self.address_at) :]:
             self.address_at.append(memoryview(extents[:, 0]))
             self.generation_at.append(memoryview(extents[:, 1]))
@@ -383,5 +404,5 @@ class Index:
 
 
 def _found(rows: Rows, words: npt.NDArray[np.uint64]) -> Found:
-    ints = words.view(np.int32)
-    return Found(rows, ints[:, 9], words[:, 5], words.view(np.int64)[:, 6:])
+    halves = words.view(np.int32)
+    return Found(rows, words, halves[:, 8], halves[:, 9])

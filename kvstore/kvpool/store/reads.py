@@ -16,7 +16,7 @@ from kvpool.store.namespaces import KnownNamespace
 from kvpool.store.records import NO_EXTENT
 from kvpool.store.room import Room
 
-_FEW = 4  # up to this many keys plain Python beats the fixed cost of NumPy calls
+_FEW = 8  # up to this many keys plain Python beats the fixed cost of NumPy calls
 
 
 @dataclass(slots=True)
@@ -73,10 +73,7 @@ class Reads:
     def _servable(self, known: KnownNamespace, mask: int, found: Found) -> int:
         """How many leading rows a reader of the parts `mask` can use."""
         need = np.uint64(mask & known.prefix_mask)
-        good = found.resident & need == need
-        good &= found.rows >= 0
-        if not need:
-            good &= found.resident != 0
+        good = (found.resident & need) == need if need else found.resident != 0
         hits = int(good.argmin())  # the first that is not
         hits = self._linked(found, len(good) if good[hits] else hits)
         if known.windows and hits:
@@ -119,15 +116,15 @@ class Reads:
         gaps = found.parent[1:hits] != rows[:-1]
         if not np.count_nonzero(gaps):  # in a tree, then all are linked to the root, and distinct
             return hits
-        breaks = np.flatnonzero(gaps)
+        breaks = gaps.nonzero()[0]
         ordered = np.sort(rows)
-        if (ordered[1:] == ordered[:-1]).any():
+        if np.count_nonzero(ordered[1:] == ordered[:-1]):
             raise InvalidError("the chain holds the same key twice")
         for at in breaks[found.parent[breaks + 1] == ORPHAN].tolist():
             if self._index.state_at[above := int(rows[at])] == LINKED:  # it was published again
                 self._index.adopt(int(rows[at + 1]), above)
-        astray = np.flatnonzero(self._index.state[rows] != LINKED)
-        return int(astray[0]) if len(astray) else hits
+        astray = self._index.state[rows] != LINKED
+        return int(astray.argmax()) if np.count_nonzero(astray) else hits
 
 
 def _windowed(known: KnownNamespace, mask: int, resident: npt.NDArray[np.uint64]) -> int:

@@ -148,6 +148,15 @@ class Room:
         index = self.index
         return not (index.leases_at[row] or index.pins_at[row] or index.children_at[row])
 
+    def protect(self, rows: Rows) -> None:
+        """One lease more on each of `rows`, which are distinct."""
+        if len(rows) > _FEW:
+            leases = self.index.leases
+            leases.put(rows, leases.take(rows) + 1)
+            return
+        for row in rows.tolist():
+            self.index.leases_at[row] += 1
+
     def use(self, known: KnownNamespace, rows: Rows, now: float) -> None:
         """Stored `rows`, parents first, were used. The time is noted later, off a match's path."""
         known.policy.touch(rows)
@@ -197,9 +206,8 @@ class Room:
     ) -> None:
         """As `unprotect`, of many rows, so many leases less on each."""
         index = self.index
-        left = index.leases[rows]
-        left -= counts
-        index.leases[rows] = left
+        left = index.leases.take(rows) - counts
+        index.leases.put(rows, left)
         idle = rows[left == 0] if np.count_nonzero(left) else rows
         if empties or self.zombies:
             stored = (index.state[idle] != UNLINKED) & (index.resident[idle] != 0)

@@ -170,7 +170,7 @@ class Store:
         if not run.hits:
             return Match(0, outcome, reason)
         rows, now, ttl = run.rows, self.clock(), self._ttl(lease_s)
-        self.index.leases[rows] += 1
+        self.room.protect(rows)
         self.room.use(known, rows, now)
         nbytes = run.hits * sum(known.extent_bytes[part] for part in run.indices)
         lease = self.leases.grant(session.id, session.tenant, known.id, rows, now + ttl, nbytes)

@@ -83,7 +83,7 @@ class Writes:
 
     def _protect(self, known: KnownNamespace, rows: Rows, now: float) -> None:
         """Nothing of the chain goes while room is made for the rest; what is stored, is used."""
-        self._index.leases[rows] += 1
+        self._room.protect(rows)
         self._room.use(known, rows[self._index.resident[rows] != 0], now)
 
     def _judge(self, plan: Plan, rows: Sequence[int], indices: Sequence[int]) -> None:
