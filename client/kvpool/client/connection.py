@@ -54,8 +54,9 @@ class Connection:
 
     @property
     def alive(self) -> bool:
-        """Whether leases that were granted here still hold."""
-        return not self._retired and self.channel.alive
+        """Whether leases that were granted here still hold, and bytes can be had for them."""
+        lost = self.data is not None and self.data.lost
+        return not self._retired and not lost and self.channel.alive
 
     @property
     def mapped(self) -> bool:
@@ -95,9 +96,10 @@ class Connection:
             return (yield Work(function, nbytes))
 
     def stream(self) -> DataLink:
-        """Raises `UnreachableError` if the daemon streams no bytes."""
+        """Raises `UnreachableError` if the daemon streams no bytes just now."""
         if self.data is None:
-            raise UnreachableError("the daemon offers no data connection; start it with --tcp")
+            self.retire()  # the next Welcome may know of a data worker
+            raise UnreachableError("the daemon has no data worker for us just now")
         return self.data
 
     def regions(self, address: int, *, writable: bool) -> Steps[Regions]:

@@ -45,6 +45,8 @@ class DataLink:
         self._lock = threading.Lock()
         self._idle: list[_DataConnection] = []
         self._closed = False
+        self.lost = False
+        """Nobody listens there any more: only a new Welcome tells where to go."""
 
     def fetch(self, request: wire.Fetch, job: Pulling, end: float) -> None:
         """Fills the targets and outcomes of `job`; `request` names namespace, lease and part.
@@ -104,7 +106,12 @@ class DataLink:
                 if connection.heard:
                     raise
                 # The worker was started anew since: once more, on a fresh connection.
-        return self._use(_DataConnection(self._address, self._hello, end), function)
+        try:
+            connection = _DataConnection(self._address, self._hello, end)
+        except UnreachableError as error:
+            self.lost = not isinstance(error, DeadlineError)
+            raise
+        return self._use(connection, function)
 
     def _use(self, connection: _DataConnection, function: Callable[[_DataConnection], T]) -> T:
         whole = False
