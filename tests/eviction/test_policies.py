@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvpool.proto.errors import ConfigError
 from kvpool.store.eviction import make_policy, policy_names
-from kvpool.store.eviction.base import Evictable, Policy, Rows
+from kvpool.store.eviction.base import Evictable, Policy, Rows, evict_in_turn
 from kvpool.store.eviction.lru import LruPolicy
 
 HERE = Path(__file__).parent
@@ -263,6 +263,23 @@ class Evictions(RuleBasedStateMachine):
         for row in gone:
             del self.forest.parent[row], self.calls.used[row]
         self.policy.unblock(rows_of(row for row in parents if row is not None))
+
+    @rule(n=st.integers(1, 30), in_turn=st.booleans())
+    def evict_in_order(self, n: int, in_turn: bool) -> None:
+        """Parents that become free take their turn among the others."""
+        gone = []
+
+        def go(row: int) -> int:
+            self.check([row], 1)
+            parent = self.forest.parent.pop(row)
+            del self.calls.used[row]
+            gone.append(row)
+            return parent if parent is not None and self.forest.may_go(parent) else -1
+
+        policy = self.policy
+        evicted = evict_in_turn(policy, n, go) if in_turn else policy.evict(n, go)
+        assert evicted == len(gone) <= n
+        assert evicted == n or not self.calls.victims(self.forest)
 
     @precondition(lambda self: self.forest.parent)
     @rule(data=st.data())

@@ -83,6 +83,8 @@ class Writes:
 
     def _protect(self, known: KnownNamespace, rows: Rows, now: float) -> None:
         """Nothing of the chain goes while room is made for the rest; what is stored, is used."""
+        if not len(rows):
+            return
         self._room.protect(rows)
         self._room.use(known, rows[self._index.resident[rows] != 0], now)
 
