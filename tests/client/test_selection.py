@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.client.extents import BLOCK, PartFormat, copy_and_sum
-from kvpool.client.selection import destinations, scatter, select_chunks
+from kvpool.client.extents import RUN, PartFormat, copy_and_sum
+from kvpool.client.selection import cut, destinations, scatter, select_chunks
 from kvpool.proto.chunk import sum_seed
 from kvpool.proto.errors import InvalidError
 from kvpool.proto.layout import Part, Plane
@@ -44,9 +45,9 @@ def expected(part: Part, payload: Any, layers: list[str], first: int, last: int)
 
 @given(cuts(), st.sampled_from(["one", "per chunk", "per plane"]), st.booleans())
 def test_a_selection_delivers_what_an_index_would(
-    cut: tuple[Part, list[str], int, int], shape: str, checksum: bool
+    asked: tuple[Part, list[str], int, int], shape: str, checksum: bool
 ) -> None:
-    part, layers, start, end = cut
+    part, layers, start, end = asked
     space = namespace(part, layout="native:test", chunk_tokens=TOKENS)
     form = PartFormat.of(space, space.digest("t"), 0)
     selections = select_chunks(part, TOKENS, layers, start, end)
@@ -82,14 +83,23 @@ def test_a_selection_delivers_what_an_index_would(
     )
 
 
-@pytest.mark.parametrize("nbytes", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 17])
-def test_the_sum_of_a_copy_is_the_sum_of_its_bytes(nbytes: int) -> None:
-    import xxhash
-
-    source = np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [1],
+        [RUN - 1],
+        [RUN, 1, RUN + 1],
+        [3 * RUN + 17, 5, 7],
+        [RUN // 3] * 7,
+        [1, 2 * RUN - 1, 1, RUN // 2, RUN // 2 - 1, 9],
+    ],
+)
+def test_the_sums_of_a_copy_are_those_of_its_planes(sizes: list[int]) -> None:
+    source = np.random.default_rng(0).integers(0, 256, sum(sizes), np.uint8)
     target = np.zeros_like(source)
     seed = sum_seed(KEY, 3)
-    assert copy_and_sum(target, source, seed) == xxhash.xxh3_64_intdigest(source, seed)
+    landed = copy_and_sum(target, source, sizes, seed)
+    assert landed == [xxhash.xxh3_64_intdigest(plane, seed) for plane in cut(source, sizes)]
     assert np.array_equal(source, target)
 
 

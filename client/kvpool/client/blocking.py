@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
@@ -16,18 +17,20 @@ from google.protobuf.message import Message
 from kvpool.client.effects import Call, Channel, Dial, Effect, Steps, Work
 from kvpool.client.local import LocalChannel, LocalStore
 from kvpool.client.pacing import PATIENCE_S, left, raise_error
+from kvpool.proto import frames
 from kvpool.proto import session as protocol
 from kvpool.proto.errors import DeadlineError, KvpoolError, UnreachableError
 from kvpool.transfer.stream import Stream, dial
 
 T = TypeVar("T")
 
-NOTIFY_S = 0.05
-"""How long a one-way message may wait for room in the socket."""
 STUCK_S = 1.0
-"""After that failed, they wait this long, or for the next call."""
+"""After a one-way message found no room in the socket, they wait this long, or for a call."""
+REST_S = 1.0
+"""How long the rest of a large one may wait for room."""
 
-_LOOK = socket.MSG_PEEK | socket.MSG_DONTWAIT
+_AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_CLOSED = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class SocketChannel:
@@ -35,6 +38,7 @@ class SocketChannel:
 
     def __init__(self, stream: Stream, address: str) -> None:
         self._stream = stream
+        self._fd = stream.fileno()
         self._address = address
         self._session = protocol.ClientSession()
         self._lock = threading.Lock()
@@ -53,22 +57,20 @@ class SocketChannel:
 
     @property
     def alive(self) -> bool:
-        return not self._lost and self._stream.broken is None and self._look() is not False
+        return not self._lost and self._stream.broken is None and not self._look() & _CLOSED
 
     @property
     def silent(self) -> bool:
-        if self._silent and self._look():  # the late answer has come
+        if self._silent and self._look() & select.POLLIN:  # the late answer has come
             self._silent = False
         return self._silent
 
-    def _look(self) -> bool | None:
-        """True: something is to be read; None: nothing; False: the peer has closed."""
-        try:
-            return bool(self._stream.sock.recv(1, _LOOK))
-        except BlockingIOError:
-            return None
-        except OSError:
-            return False
+    def _look(self) -> int:
+        """What the socket has for us just now, as `poll` says it."""
+        look = select.poll()  # a shared one would not be thread-safe
+        look.register(self._fd, select.POLLIN | select.POLLRDHUP)
+        found = look.poll(0)
+        return found[0][1] if found else 0
 
     def call(self, body: Message | None, end: float) -> Message | None:
         if self._silent:
@@ -130,17 +132,23 @@ class SocketChannel:
     def _send_outbox(self) -> bool:
         """False if the daemon does not read just now."""
         while self._outbox:
-            body = self._outbox[0]
             try:
-                self._stream.send(body, deadline=NOTIFY_S)
-            except DeadlineError:
+                self._send_at_once(frames.encode(self._outbox[0]))
+            except BlockingIOError:
                 self._stuck_until = time.monotonic() + STUCK_S
                 return False
-            except UnreachableError:  # a dead connection has given everything back already
+            except (KvpoolError, OSError):  # a dead connection has given everything back already
+                self._lost = True
                 self._outbox.clear()
                 return False
             self._outbox.popleft()
         return True
+
+    def _send_at_once(self, frame: bytes) -> None:
+        """Raises `BlockingIOError` if not even the first byte can be sent without waiting."""
+        sent = self._stream.sock.send(frame, _AT_ONCE)
+        if sent < len(frame):
+            self._stream.send_buffers([frame[sent:]], deadline=REST_S)
 
     def close(self) -> None:
         self._lost = True

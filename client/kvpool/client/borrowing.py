@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,15 +25,9 @@ class Borrow:
     that is not HIT has an empty view.
     """
 
-    __slots__ = ("_column", "_form", "_match", "_regions", "outcomes")
-
-    def __init__(
-        self, match: Match, outcomes: Outcomes, form: PartFormat | None, regions: Regions | None
-    ) -> None:
-        self._match = match
-        self._form = form
-        self._regions = regions
+    def __init__(self, outcomes: Outcomes, lent: _Lent | None = None) -> None:
         self.outcomes = outcomes
+        self._lent = lent
 
     def __len__(self) -> int:
         return len(self.outcomes)
@@ -44,12 +39,9 @@ class Borrow:
 
     def __getitem__(self, chunk: int) -> Bytes:
         """The payload of one chunk."""
-        grant, form = self._match.grant, self._form
-        if self.outcomes[chunk] != Outcome.HIT or not grant or not form or not self._regions:
+        if self._lent is None:
             return np.empty(0, np.uint8)
-        address = int(grant.extents[chunk, grant.parts.index(form.number), 0])
-        view = self._regions.view(address, form.extent_bytes)[form.prologue :]
-        return np.asarray(_Lent(view, self._match))
+        return self._lent.payload(chunk)
 
     @property
     def views(self) -> list[Bytes]:
@@ -58,14 +50,36 @@ class Borrow:
 
 
 class _Lent:
-    """Memory as a read-only array interface that keeps the match alive."""
+    """The payloads of a borrowed match."""
 
-    def __init__(self, view: Bytes, match: Match) -> None:
-        self._keep = view, match
-        self.__array_interface__ = {
-            **view.__array_interface__,
-            "data": (view.__array_interface__["data"][0], True),
-        }
+    def __init__(
+        self, match: Match, form: PartFormat, regions: Regions, addresses: Sequence[int]
+    ) -> None:
+        self._match = match
+        self._form = form
+        self._regions = regions
+        self._addresses = addresses
+        self._arrays: dict[int, Bytes] = {}
+
+    def payload(self, chunk: int) -> Bytes:
+        form, address = self._form, self._addresses[chunk]
+        if address < 0:
+            return np.empty(0, np.uint8)
+        region, offset = divmod(address, self._regions.region_bytes)
+        if region not in self._arrays:
+            array = self._regions.array(region)
+            self._arrays[region] = np.asarray(_Keeping(array, self._match))
+        start = offset + form.prologue
+        return self._arrays[region][start : start + form.payload_bytes]
+
+
+class _Keeping:
+    """Memory as a read-only array interface that keeps the match alive with every view of it."""
+
+    def __init__(self, array: Bytes, match: Match) -> None:
+        self._keep = array, match
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], True)}
 
 
 def borrow(match: Match, namespace: Namespace, part: str | None) -> Steps[Borrow]:
@@ -74,20 +88,20 @@ def borrow(match: Match, namespace: Namespace, part: str | None) -> Steps[Borrow
     grant = match.grant
     outcomes: Outcomes = np.full(match.chunks, Outcome.STALE_EPOCH, np.uint8)
     if grant is None:
-        return Borrow(match, outcomes, None, None)
+        return Borrow(outcomes)
     if time.monotonic() >= grant.deadline:
         outcomes[:] = Outcome.EXPIRED
-        return Borrow(match, outcomes, None, None)
+        return Borrow(outcomes)
     connection = grant.membership.connection
     if not connection.mapped:
         raise InvalidError("this session may not map the store's memory: pull instead")
     addresses = grant.extents[:, grant.parts.index(number), 0]
-    form = grant.membership.identity.formats[number]
     try:
         match.keep_connection()
         regions = yield from connection.regions(int(addresses.max()), writable=False)
     except KvpoolError as error:
         outcomes[:] = outcome_of(error)
-        return Borrow(match, outcomes, None, None)
+        return Borrow(outcomes)
     outcomes[:] = np.where(addresses >= 0, Outcome.HIT, Outcome.MISS)
-    return Borrow(match, outcomes, form, regions)
+    form = grant.membership.identity.formats[number]
+    return Borrow(outcomes, _Lent(match, form, regions, addresses.tolist()))

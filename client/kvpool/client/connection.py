@@ -83,7 +83,7 @@ class Connection:
 
     def notify(self, body: Message, *, vital: bool = True) -> bool:
         """One-way, see `Channel.notify`: a dead connection has given everything back already."""
-        return self.alive and self.channel.notify(body, vital=vital)
+        return not self._retired and self.channel.notify(body, vital=vital)
 
     # ---- bytes
 

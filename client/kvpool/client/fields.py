@@ -8,14 +8,15 @@ from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.errors import InvalidError, ProtocolError
 from kvpool.proto.outcomes import Outcome
 
-_U32_MAX = (1 << 32) - 1
+SECONDS_MAX = ((1 << 32) - 1) // 1000
+"""Longest duration that fits its field: 49 days."""
 
 
 def milliseconds(seconds: float) -> int:
     """A duration as it travels, rounded up: 0 stays "the default". Raises `InvalidError`."""
-    if not 0 <= seconds <= _U32_MAX / 1000:
-        raise InvalidError(f"a duration of {seconds} s; 0 to {_U32_MAX // 1000} s are possible")
-    return min(math.ceil(seconds * 1000), _U32_MAX)
+    if not 0 <= seconds <= SECONDS_MAX:
+        raise InvalidError(f"a duration of {seconds} s; 0 to {SECONDS_MAX} s are possible")
+    return math.ceil(seconds * 1000)
 
 
 def outcomes_of(verdict: wire.Verdict, count: int) -> list[Outcome]:

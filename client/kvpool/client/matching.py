@@ -10,11 +10,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvpool.client.effects import Steps
 from kvpool.client.fields import milliseconds, outcomes_of
-from kvpool.client.results import Grant, Match, outcome_of
+from kvpool.client.results import HIT, UNKNOWN, Grant, Match, outcome_of
 from kvpool.client.session import Membership, Prompt, SessionCore
 from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.errors import InvalidError, KvpoolError, ProtocolError
@@ -111,23 +109,24 @@ def _matched(
     """Raises `ProtocolError` for an answer that does not fit the question."""
     namespace, hits = membership.namespace, matched.hits
     parts = namespace.part_indices(mask)
-    extents = matched.extents if matched.lease else b""
-    wanted = EXTENT_BYTES * hits * len(parts) if matched.lease else 0
+    lease = matched.lease
+    extents = matched.extents if lease else b""
+    wanted = EXTENT_BYTES * hits * len(parts) if lease else 0
     if hits > len(keys) // KEY_BYTES or len(extents) != wanted:
         membership.connection.retire()
         raise ProtocolError(f"{hits} chunks in {len(extents)} bytes of extents were matched")
     grant = None
-    if matched.lease:
-        columns = np.frombuffer(extents, np.int64).reshape(hits, len(parts), 2)
+    if lease:
         # Counted from before the request: the store's own deadline is never earlier.
         deadline = started + matched.lease_ms / 1000
-        grant = Grant(membership, matched.lease, deadline, columns, parts)
+        grant = Grant(membership, lease, deadline, extents, parts)
+    missed = hits < len(keys) // KEY_BYTES
     return Match(
         keys,
         namespace.chunk_tokens,
         chunks=hits,
-        outcome=Outcome(matched.miss_outcome),
-        reason=Reason(matched.miss_reason),
+        outcome=Outcome(matched.miss_outcome) if missed else HIT,
+        reason=Reason(matched.miss_reason) if missed else UNKNOWN,
         grant=grant,
     )
 

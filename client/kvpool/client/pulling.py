@@ -12,7 +12,7 @@ import numpy as np
 from kvpool.client.effects import Steps
 from kvpool.client.extents import PartFormat
 from kvpool.client.regions import Regions
-from kvpool.client.results import Grant, Match, Outcomes, Pull, outcome_of
+from kvpool.client.results import HIT, Grant, Match, Outcomes, Pull, outcome_of
 from kvpool.client.selection import Destination, Selection, destinations, select_chunks
 from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.errors import InvalidError, KvpoolError, StaleError
@@ -79,7 +79,7 @@ class Pulling:
         """Chunk `i` has come over a stream, with `head` as its prologue; the sender says
         `outcome`."""
         self.outcomes[i] = outcome
-        if outcome == Outcome.HIT:
+        if outcome == HIT:
             self.outcomes[i], self.verified[i] = self.form.verify_landed(
                 head,
                 self.match.key(self.first + i),

@@ -31,12 +31,16 @@ class Regions:
     def view(self, address: int, nbytes: int) -> Bytes:
         """The bytes of an extent. Raises `StaleError` for an address that is not mapped."""
         region, offset = divmod(address, self.region_bytes)
-        if not 0 <= region < len(self._arrays):
-            raise StaleError(f"address {address:#x} is in no mapped region; match again")
-        view = self._arrays[region][offset : offset + nbytes]
+        view = self.array(region)[offset : offset + nbytes]
         if view.size < nbytes:
             raise StaleError(f"{nbytes} bytes at {address:#x} leave their region; match again")
         return view
+
+    def array(self, region: int) -> Bytes:
+        """All bytes of one region. Raises `StaleError` if it is not mapped."""
+        if not 0 <= region < len(self._arrays):
+            raise StaleError(f"region {region} is not mapped; match again")
+        return self._arrays[region]
 
 
 def receive_regions(address: str, attached: wire.Attached, writable: bool, end: float) -> Regions:
