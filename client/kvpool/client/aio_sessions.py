@@ -69,7 +69,7 @@ class AsyncSession:
     async def renew(
         self, match: Match, *, lease_s: float = 30.0, deadline_s: float | None = None
     ) -> Outcome:
-        return await self._client.run(matching.renew(self.core, match, lease_s), deadline_s)
+        return await self._client.run(matching.renew(match, lease_s), deadline_s)
 
     async def pull(
         self,

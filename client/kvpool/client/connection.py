@@ -14,10 +14,18 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from kvpool.client.effects import Call, Channel, Exclusive, Steps, Work
+from kvpool.client.pacing import Backoff
 from kvpool.client.regions import Regions, receive_regions
 from kvpool.client.streaming import DataLink
 from kvpool.proto import wire_pb2 as wire
-from kvpool.proto.errors import BusyError, ProtocolError, StaleError, UnreachableError
+from kvpool.proto.errors import (
+    BusyError,
+    DeadlineError,
+    KvpoolError,
+    ProtocolError,
+    StaleError,
+    UnreachableError,
+)
 from kvpool.transfer.copying import Bytes
 
 M = TypeVar("M", bound=Message | None)
@@ -39,13 +47,16 @@ class Connection:
         welcome: wire.Welcome,
         data: DataLink | None,
         local_regions: LocalRegions | None,
+        backoff: Backoff,
     ) -> None:
+        """`backoff` learns when a deadline passes: later requests then fail at once for a while."""
         self.channel = channel
         self.welcome = welcome
         self.data = data
         """Data connections, if the daemon offers them."""
         self._regions: Regions | None = None
         self._local_regions = local_regions
+        self._backoff = backoff
         self._changed = threading.Condition()
         self._copies = 0
         self._borrows = 0
@@ -72,13 +83,13 @@ class Connection:
             answer = yield Call(self.channel, body)
             if not isinstance(answer, kind):
                 raise ProtocolError(f"the daemon answered with {type(answer).__name__}")
-        except UnreachableError:
-            if not self.channel.alive:
+        except KvpoolError as error:
+            if isinstance(error, DeadlineError):
+                self._backoff.failed(error)
+            if isinstance(error, ProtocolError) or not self.channel.alive:
                 self.retire()
             raise
-        except ProtocolError:
-            self.retire()
-            raise
+        self._backoff.succeeded()
         return answer
 
     def notify(self, body: Message, *, vital: bool = True) -> bool:

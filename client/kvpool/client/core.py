@@ -9,14 +9,14 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from kvpool.client.connection import Connection, M
+from kvpool.client.connection import Connection
 from kvpool.client.effects import Call, Channel, Dial, Exclusive, Steps
 from kvpool.client.local import LocalStore
 from kvpool.client.pacing import Backoff
 from kvpool.client.streaming import DataLink
 from kvpool.proto import session as protocol
 from kvpool.proto import wire_pb2 as wire
-from kvpool.proto.errors import DeadlineError, KvpoolError, ProtocolError, UnreachableError
+from kvpool.proto.errors import KvpoolError, ProtocolError, UnreachableError
 from kvpool.proto.keys import KEY_BYTES
 
 DEADLINE_S = 5.0
@@ -34,6 +34,14 @@ class ClientCore:
         self._backoff = Backoff()
         self.closed = False
 
+    @property
+    def ready(self) -> Connection | None:
+        """The connection, if there is one to be used without further ado."""
+        connection = self.connection
+        if connection is None or not connection.alive or connection.channel.silent:
+            return None
+        return connection
+
     def connected(self) -> Steps[Connection]:
         """The connection, made anew if need be. Raises what keeps it from being made."""
         connection = self.connection
@@ -42,9 +50,8 @@ class ClientCore:
                 self._backoff.check()
             return connection
         yield Exclusive(self._connect, self._backoff.patience)
-        connection = self.connection
-        assert connection is not None
-        return connection
+        assert self.connection is not None
+        return self.connection
 
     def _connect(self) -> Steps[None]:
         if self.closed:
@@ -82,22 +89,12 @@ class ClientCore:
             channel.close()
             raise
         data = DataLink(welcome.data_address, hello) if welcome.data_address else None
-        return Connection(channel, welcome, data, self._local_regions)
+        return Connection(channel, welcome, data, self._local_regions, self._backoff)
 
     def call(self, body: Message | None, kind: type[Any] = Message) -> Steps[Any]:
         """One request on a connection that is made if need be, and its response."""
         connection = yield from self.connected()
-        return (yield from self.ask(connection, body, kind))
-
-    def ask(self, connection: Connection, body: Message | None, kind: type[M]) -> Steps[M]:
-        """One request on `connection`. After a deadline later ones fail at once for a while."""
-        try:
-            answer = yield from connection.ask(body, kind)
-        except DeadlineError as error:
-            self._backoff.failed(error)
-            raise
-        self._backoff.succeeded()
-        return answer
+        return (yield from connection.ask(body, kind))
 
     def status(self) -> Steps[dict[str, Any]]:
         report = yield from self.call(wire.Status(), wire.StatusReport)
@@ -117,7 +114,7 @@ class ClientCore:
         """Seconds of one empty frame and its answer."""
         connection = yield from self.connected()
         start = time.perf_counter()
-        yield from self.ask(connection, None, type(None))
+        yield from connection.ask(None, type(None))
         return time.perf_counter() - start
 
     @property

@@ -44,14 +44,14 @@ def match(session: SessionCore, query: Query) -> Steps[Match]:
         known = session.membership is not None
         keys = session.keys(query.prompt, query.extras) if known else b""
         return _no_match(session, keys, error)
-    keys = session.keys_of(membership.identity, query.prompt, query.extras)
+    keys = membership.identity.keys(query.prompt, query.extras)
     keys = keys[: _most(membership, mask.bit_count()) * KEY_BYTES]
     if not keys:
         return Match(keys, session.namespace.chunk_tokens)
     request.namespace, request.keys = membership.number, keys
     started = time.monotonic()
     try:
-        matched = yield from session.ask(membership, request, wire.Matched)
+        matched = yield from membership.ask(request, wire.Matched)
         return _matched(membership, keys, matched, mask, started)
     except KvpoolError as error:
         return _no_match(session, keys, error)
@@ -66,7 +66,7 @@ def adopt(
     try:
         membership = yield from session.joined()
         request = wire.Adopt(lease=lease, parts=mask)
-        matched = yield from session.ask(membership, request, wire.Matched)
+        matched = yield from membership.ask(request, wire.Matched)
     except KvpoolError as error:
         return _no_match(session, keys, error)
     if matched.hits > len(keys) // KEY_BYTES:
@@ -80,7 +80,7 @@ def adopt(
         return _no_match(session, keys, error)
 
 
-def renew(session: SessionCore, match: Match, lease_s: float) -> Steps[Outcome]:
+def renew(match: Match, lease_s: float) -> Steps[Outcome]:
     """See `Session.renew`."""
     request = wire.Touch(lease=match.lease, lease_ms=milliseconds(lease_s))
     grant = match.grant
@@ -88,7 +88,7 @@ def renew(session: SessionCore, match: Match, lease_s: float) -> Steps[Outcome]:
         return Outcome.STALE_EPOCH
     started = time.monotonic()
     try:
-        verdict = yield from session.ask(grant.membership, request, wire.Verdict)
+        verdict = yield from grant.membership.ask(request, wire.Verdict)
         (outcome,) = outcomes_of(verdict, 1)
     except KvpoolError as error:
         return outcome_of(error)
@@ -107,7 +107,7 @@ def _matched(
     membership: Membership, keys: bytes, matched: wire.Matched, mask: int, started: float
 ) -> Match:
     """Raises `ProtocolError` for an answer that does not fit the question."""
-    namespace, hits = membership.namespace, matched.hits
+    namespace, hits = membership.identity.namespace, matched.hits
     parts = namespace.part_indices(mask)
     lease = matched.lease
     extents = matched.extents if lease else b""

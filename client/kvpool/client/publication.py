@@ -16,11 +16,12 @@ from kvpool.client.extents import PartFormat
 from kvpool.client.fields import milliseconds, outcomes_of
 from kvpool.client.results import Outcomes, outcome_of
 from kvpool.client.selection import buffers_for
-from kvpool.client.session import Membership, Prompt, SessionCore
+from kvpool.client.session import Membership, Prompt
 from kvpool.client.slots import OPEN, Slot, Slots
 from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.errors import InvalidError, KvpoolError, ProtocolError, StaleError
 from kvpool.proto.keys import KEY_BYTES, Extra
+from kvpool.proto.namespace import Namespace
 from kvpool.proto.outcomes import Outcome
 from kvpool.transfer.copying import Bytes
 
@@ -45,14 +46,13 @@ class Publishing:
     Thread-safe: chunks may be written side by side, and `abort` may come at any time.
     """
 
-    def __init__(self, session: SessionCore, membership: Membership, scope: Scope) -> None:
-        self.session = session
+    def __init__(self, membership: Membership, scope: Scope) -> None:
         self.membership = membership
-        self.number = _part_number(session, scope.part)
+        self.number = _part_number(membership.identity.namespace, scope.part)
         self.first = scope.first
         self.checksum = scope.checksum
         self.lease_ms = milliseconds(scope.lease_s)
-        self.keys = session.keys_of(membership.identity, scope.prompt, scope.extras)
+        self.keys = membership.identity.keys(scope.prompt, scope.extras)
         have = len(self.keys) // KEY_BYTES
         count = max(0, have - scope.first) if scope.count is None else scope.count
         if scope.first < 0 or count < 0 or scope.first + count > have:
@@ -99,7 +99,7 @@ class Publishing:
             parts=1 << self.number,
             lease_ms=self.lease_ms,
         )
-        reserved = yield from self.session.ask(self.membership, request, wire.Reserved)
+        reserved = yield from self.membership.ask(request, wire.Reserved)
         try:
             yield from self._take(start, stop, reserved)
         except BaseException:
@@ -137,7 +137,7 @@ class Publishing:
         """Marks the chunks of [start, stop) that are stored: their bytes need not travel."""
         keys = self.keys[(self.first + start) * KEY_BYTES : (self.first + stop) * KEY_BYTES]
         request = wire.Explain(namespace=self.membership.number, keys=keys)
-        told = yield from self.session.ask(self.membership, request, wire.Explained)
+        told = yield from self.membership.ask(request, wire.Explained)
         parts = np.frombuffer(told.parts, np.uint64)
         if parts.size != stop - start:
             raise ProtocolError(f"{parts.size} of {stop - start} chunks were explained")
@@ -218,7 +218,7 @@ class Publishing:
             raise StaleError("the connection was lost")
         items = np.array([slot.item for slot in slots.values()], "<u4").tobytes()
         request = wire.Commit(lease=lease, items=items)
-        verdict = yield from self.session.ask(self.membership, request, wire.Verdict)
+        verdict = yield from self.membership.ask(request, wire.Verdict)
         outcomes = outcomes_of(verdict, len(slots))
         self._settle(list(slots), outcomes)
         if Outcome.EXPIRED in outcomes:  # still ours until we say that nothing writes there
@@ -257,8 +257,7 @@ class Publishing:
             self.membership.connection.notify(wire.Abort(lease=lease, items=items))
 
 
-def _part_number(session: SessionCore, part: str | None) -> int:
-    namespace = session.namespace
+def _part_number(namespace: Namespace, part: str | None) -> int:
     if part is None and len(namespace.parts) > 1:
         names = ", ".join(p.name for p in namespace.parts)
         raise InvalidError(f"the namespace has parts {names}: say part=…")

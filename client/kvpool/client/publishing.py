@@ -26,7 +26,7 @@ def publish(session: SessionCore, payloads: Sequence[object], scope: Scope) -> S
     except KvpoolError as error:
         outcomes: Outcomes = np.full(len(payloads), outcome_of(error), np.uint8)
         return Publish(outcomes, 0, time.monotonic() - started, str(error))
-    state = Publishing(session, membership, scope)
+    state = Publishing(membership, scope)
     sources = [state.form.sources(payload) for payload in payloads]
     text = ""
     try:
@@ -81,7 +81,7 @@ def _send(state: Publishing, start: int, sources: Sequence[list[Bytes]]) -> Step
 def open_publication(session: SessionCore, scope: Scope) -> Steps[Publishing]:
     """Reserves all chunks of a publication, in batches."""
     membership = yield from session.joined()
-    state = Publishing(session, membership, scope)
+    state = Publishing(membership, scope)
     count = len(state.outcomes)
     try:
         for start in range(0, count, state.batch):

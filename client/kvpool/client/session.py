@@ -29,6 +29,7 @@ Prompt = Tokens | Sequence[bytes] | bytes
 class Identity:
     """What follows from a namespace and the tenant that the store takes us for."""
 
+    namespace: Namespace
     digest: bytes
     memo: ChainMemo
     formats: tuple[PartFormat, ...]
@@ -38,7 +39,21 @@ class Identity:
         digest = namespace.digest(tenant)
         memo = ChainMemo(digest, namespace.chunk_tokens)
         parts = range(len(namespace.parts))
-        return cls(digest, memo, tuple(PartFormat.of(namespace, digest, i) for i in parts))
+        formats = tuple(PartFormat.of(namespace, digest, i) for i in parts)
+        return cls(namespace, digest, memo, formats)
+
+    def keys(self, prompt: Prompt, extras: Sequence[Extra] | None) -> bytes:
+        """Packed keys of the full chunks of `prompt`; packed keys are returned as they are."""
+        if isinstance(prompt, bytes | bytearray | memoryview):
+            keys = bytes(prompt)
+            if len(keys) % KEY_BYTES:
+                raise InvalidError(f"{len(keys)} bytes are no multiple of {KEY_BYTES}-byte keys")
+            return keys
+        if self.namespace.key_scheme == "tokens":
+            return self.memo.keys(cast(Tokens, prompt), extras)
+        if extras:
+            raise InvalidError("extras belong into the engine's own page hashes")
+        return foreign_keys(self.digest, cast(Sequence[bytes], prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +62,11 @@ class Membership:
 
     connection: Connection
     number: int
-    namespace: Namespace
     identity: Identity
+
+    def ask(self, body: Message, kind: type[M]) -> Steps[M]:
+        """See `Connection.ask`."""
+        return self.connection.ask(body, kind)
 
 
 class SessionCore:
@@ -80,7 +98,7 @@ class SessionCore:
 
     def joined(self) -> Steps[Membership]:
         """The membership on the present connection. Raises what keeps it from being had."""
-        connection = yield from self.client.connected()
+        connection = self.client.ready or (yield from self.client.connected())
         membership = self.membership
         if membership is None or membership.connection is not connection:
             yield Exclusive(partial(self._open, connection))
@@ -93,10 +111,10 @@ class SessionCore:
             return
         identity = self._identity(connection.welcome.tenant)
         record = self.namespace.to_record()
-        opened = yield from self.client.ask(
-            connection, wire.Open(namespace=record, digest=identity.digest), wire.Opened
+        opened = yield from connection.ask(
+            wire.Open(namespace=record, digest=identity.digest), wire.Opened
         )
-        self.membership = Membership(connection, opened.namespace, self.namespace, identity)
+        self.membership = Membership(connection, opened.namespace, identity)
         self.warning = opened.warning
 
     def _identity(self, tenant: str) -> Identity:
@@ -104,10 +122,6 @@ class SessionCore:
         digest = self.namespace.digest(tenant)
         known = self.membership.identity if self.membership is not None else None
         return known if known and known.digest == digest else Identity.of(self.namespace, tenant)
-
-    def ask(self, membership: Membership, body: Message, kind: type[M]) -> Steps[M]:
-        """One request on the connection that `membership` belongs to."""
-        return self.client.ask(membership.connection, body, kind)
 
     def payload(self, chunks: int, part: str | None) -> Bytes:
         """See `Session.payload`."""
@@ -122,17 +136,4 @@ class SessionCore:
             raise UnreachableError(
                 "keys depend on the tenant, which the store has not told this session yet"
             )
-        return self.keys_of(self.membership.identity, prompt, extras)
-
-    def keys_of(self, identity: Identity, prompt: Prompt, extras: Sequence[Extra] | None) -> bytes:
-        """Packed keys of the full chunks of `prompt`; packed keys are returned as they are."""
-        if isinstance(prompt, bytes | bytearray | memoryview):
-            keys = bytes(prompt)
-            if len(keys) % KEY_BYTES:
-                raise InvalidError(f"{len(keys)} bytes are no multiple of {KEY_BYTES}-byte keys")
-            return keys
-        if self.namespace.key_scheme == "tokens":
-            return identity.memo.keys(cast(Tokens, prompt), extras)
-        if extras:
-            raise InvalidError("extras belong into the engine's own page hashes")
-        return foreign_keys(identity.digest, cast(Sequence[bytes], prompt))
+        return self.membership.identity.keys(prompt, extras)

@@ -92,7 +92,7 @@ class Session:
         self, match: Match, *, lease_s: float = 30.0, deadline_s: float | None = None
     ) -> Outcome:
         """Extends a match's lease to `lease_s` from now: OK, EXPIRED, STALE_EPOCH, UNREACHABLE."""
-        return self._client.run(matching.renew(self.core, match, lease_s), deadline_s)
+        return self._client.run(matching.renew(match, lease_s), deadline_s)
 
     def pull(
         self,

@@ -187,7 +187,9 @@ def _fetch(
     heads = np.empty((stop - start, form.prologue), np.uint8)
     landings: list[Bytes] = []
     for i in range(start, stop):
-        landings += [heads[i - start], *landing(selection, job.targets[i])]
+        target = job.targets[i]
+        # In one buffer the pieces lie packed, as they come.
+        landings += [heads[i - start], *(target if len(target) == 1 else landing(selection, target))]
     fetched = connection.call(request, end)
     if not isinstance(fetched, wire.Fetched):
         raise ProtocolError("Fetch was not answered by Fetched")

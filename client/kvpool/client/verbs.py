@@ -50,7 +50,7 @@ def hint(
     except KvpoolError:
         return False
     future.namespace = membership.number
-    future.keys = session.keys_of(membership.identity, prompt, extras)
+    future.keys = membership.identity.keys(prompt, extras)
     return not future.keys or membership.connection.notify(future, vital=False)
 
 
@@ -84,10 +84,10 @@ def _per_chunk(
     """`request` for the chunks of `prompt`; one outcome each."""
     membership = yield from session.joined()
     request.namespace = membership.number
-    request.keys = session.keys_of(membership.identity, prompt, extras)
+    request.keys = membership.identity.keys(prompt, extras)
     if not request.keys:
         return []
-    verdict = yield from session.ask(membership, request, wire.Verdict)
+    verdict = yield from membership.ask(request, wire.Verdict)
     return outcomes_of(verdict, len(request.keys) // KEY_BYTES)
 
 
@@ -95,7 +95,7 @@ def clear(session: SessionCore) -> Steps[int]:
     """See `Session.clear`."""
     membership = yield from session.joined()
     request = wire.Clear(namespace=membership.number)
-    return (yield from session.ask(membership, request, wire.Count)).count
+    return (yield from membership.ask(request, wire.Count)).count
 
 
 def explain(
@@ -103,11 +103,11 @@ def explain(
 ) -> Steps[list[Explanation]]:
     """See `Session.explain`."""
     membership = yield from session.joined()
-    keys = session.keys_of(membership.identity, prompt, extras)
+    keys = membership.identity.keys(prompt, extras)
     if not keys:
         return []
     request = wire.Explain(namespace=membership.number, keys=keys)
-    told = yield from session.ask(membership, request, wire.Explained)
+    told = yield from membership.ask(request, wire.Explained)
     if len(told.outcomes) != len(keys) // KEY_BYTES:
         raise ProtocolError(f"{len(told.outcomes)} of {len(keys) // KEY_BYTES} chunks explained")
     return _explanations(session.namespace, keys, told)
