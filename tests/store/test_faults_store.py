@@ -645,6 +645,23 @@ def test_a_publish_never_evicts_the_chain_that_it_extends() -> None:
     assert_quiet(world)
 
 
+def test_what_is_stored_behind_a_chunk_without_room_is_not_held() -> None:
+    world = World()
+    known, session = world.open(WHOLE), world.session()
+    keys = chain("x", 4)
+    world.publish(session, known, keys)
+    world.store.delete(session, known.id, keys[1])
+    others = chain("y", FULL - 3)
+    world.publish(session, known, others)
+    match = world.store.match(session, known.id, b"".join(others))
+    got = world.store.reserve(session, known.id, b"", b"".join(keys))
+    exists, busy = Outcome.EXISTS, Outcome.BUSY
+    assert got.outcomes.ravel().tolist() == [exists, busy, exists, exists]
+    world.store.check_integrity()
+    world.store.release(session, match.lease)
+    assert_quiet(world)
+
+
 def test_a_chain_longer_than_the_pool_keeps_its_head() -> None:
     world = World()
     known, session = world.open(WHOLE), world.session()
@@ -740,6 +757,38 @@ def test_a_segment_with_something_held_in_it_does_not_change_class(hold: str) ->
     assert got.outcomes.tolist() == [[Outcome.BUSY]]
     assert world.store.counters.evicted_chunks == 0
     world.store.check_integrity()
+
+
+@pytest.mark.parametrize("hold", ["lease", "pin"])
+def test_a_segment_above_something_held_does_not_change_class(hold: str) -> None:
+    world = World()
+    small, large = world.open(WHOLE), world.open(part("all", SEGMENT), model="large")
+    session = world.session()
+    keys = chain("x", FULL)
+    world.publish(session, small, keys)
+    if hold == "lease":
+        world.store.match(session, small.id, keys[-1])
+    else:
+        world.store.pin(session, small.id, keys[-1])
+    got = world.store.reserve(session, large.id, b"", chain("y", 1)[0])
+    assert got.outcomes.tolist() == [[Outcome.BUSY]]
+    assert world.hits(session, small, keys) == FULL
+
+
+def test_what_a_lost_segment_leaves_behind_goes_in_its_turn() -> None:
+    world = World()
+    small, large = world.open(WHOLE), world.open(part("all", SEGMENT), model="large")
+    session = world.session()
+    keys = chain("x", FULL)
+    world.publish(session, small, keys)
+    match = world.store.match(session, small.id, keys[-1])
+    assert world.store.reserve(session, small.id, b"", chain("z", 1)[0]).text, "nothing can go"
+    world.store.release(session, match.lease)
+    world.publish(session, large, chain("y", 1))
+    assert world.hits(session, small, keys) == FULL - 4
+    world.publish(session, small, chain("z", 1))
+    assert world.hits(session, small, keys) == FULL - 5
+    assert_quiet(world)
 
 
 def test_a_class_that_came_late_gets_its_share_from_what_is_older() -> None:
