@@ -130,7 +130,7 @@ def _row(case: Case) -> Row:
 @contextmanager
 def _cases(daemon: Daemon, transport: str, size: int) -> Iterator[list[Case]]:
     """The operations of one transport and chunk size, over one connection."""
-    address = daemon.address if transport == "shm" else f"tcp://{daemon.ready['tcp']}"
+    address = daemon.address if transport == "shm" else daemon.ready["tcp"]
     with ExitStack() as stack:
         client = stack.enter_context(connect(address, deadline_s=60))
         session = client.open(namespace_of(size))

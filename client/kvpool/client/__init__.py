@@ -4,6 +4,7 @@ from kvpool.client.aio import AsyncClient, connect_async
 from kvpool.client.aio_sessions import AsyncPublication, AsyncSession
 from kvpool.client.api import Client, connect
 from kvpool.client.borrowing import Borrow
+from kvpool.client.connection import Route
 from kvpool.client.local import LocalStore
 from kvpool.client.prefix import usable_prefix
 from kvpool.client.results import Explanation, Match, Publish, Pull
@@ -31,6 +32,7 @@ __all__ = [
     "Publish",
     "Pull",
     "Reason",
+    "Route",
     "Session",
     "connect",
     "connect_async",

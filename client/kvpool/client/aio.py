@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from kvpool.client.aio_sessions import AsyncSession
 from kvpool.client.api import GIB, check_address
 from kvpool.client.awaiting import AwaitingLink, dialler
+from kvpool.client.connection import Route
 from kvpool.client.core import DEADLINE_S, ClientCore
 from kvpool.client.effects import Steps
 from kvpool.client.local import LocalStore
@@ -70,6 +71,9 @@ class AsyncClient:
 
     async def ping(self, *, deadline_s: float | None = None) -> float:
         return await self.run(self.core.ping(), deadline_s)
+
+    async def route(self, *, deadline_s: float | None = None) -> Route:
+        return await self.run(self.core.route(), deadline_s)
 
     async def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
         return await self.run(self.core.status(), deadline_s)

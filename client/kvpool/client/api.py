@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from kvpool.client.blocking import BlockingLink, dialler
+from kvpool.client.connection import Route
 from kvpool.client.core import DEADLINE_S, ClientCore
 from kvpool.client.effects import Steps
 from kvpool.client.local import LocalStore
@@ -91,6 +92,14 @@ class Client:
     def ping(self, *, deadline_s: float | None = None) -> float:
         """Seconds of one empty round trip. Raises `UnreachableError`."""
         return self.run(self.core.ping(), deadline_s)
+
+    def route(self, *, deadline_s: float | None = None) -> Route:
+        """How bytes travel to and from the store (in-process, shm, stream), and why.
+
+        Memory that may be mapped but cannot be is noticed at the first pull or publish: from then
+        on bytes are streamed. Raises `UnreachableError`.
+        """
+        return self.run(self.core.route(), deadline_s)
 
     def status(self, *, deadline_s: float | None = None) -> dict[str, Any]:
         """The daemon's figures. Raises `UnreachableError`."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 
@@ -28,10 +29,19 @@ from kvpool.proto.errors import (
 )
 from kvpool.transfer.copying import Bytes
 
+log = logging.getLogger("kvpool")
+
 M = TypeVar("M", bound=Message | None)
 
 LocalRegions = Callable[[bytes], list[Bytes]]
 """The memory behind an attach token, for a store in this process."""
+
+
+class Route(NamedTuple):
+    """How bytes travel: `name` is in-process, shm or stream; `reason` says why."""
+
+    name: str
+    reason: str
 
 
 class Connection:
@@ -55,6 +65,7 @@ class Connection:
         self.data = data
         """Data connections, if the daemon offers them."""
         self._regions: Regions | None = None
+        self._unmappable = ""  # why the memory cannot be mapped although it may be
         self._local_regions = local_regions
         self._backoff = backoff
         self._changed = threading.Condition()
@@ -71,8 +82,21 @@ class Connection:
 
     @property
     def mapped(self) -> bool:
-        """The memory may be mapped; else bytes are streamed."""
-        return self.welcome.mapped
+        """The memory may and can be mapped; else bytes are streamed."""
+        return self.welcome.mapped and not self._unmappable
+
+    @property
+    def route(self) -> Route:
+        """The way that bytes take on this connection, and why."""
+        if self._local_regions is not None:
+            return Route("in-process", "the store is in this process")
+        if self.mapped:
+            return Route("shm", f"the memory of domain {self.welcome.domain!r} may be mapped")
+        why = self._unmappable or (
+            f"tenant {self.welcome.tenant!r} may not map the memory of domain "
+            f"{self.welcome.domain!r} over this connection"
+        )
+        return Route("stream", why)
 
     def ask(self, body: Message | None, kind: type[M]) -> Steps[M]:
         """One request and its response of type `kind`.
@@ -132,7 +156,19 @@ class Connection:
             self._regions = Regions(attached.region_bytes, arrays, writable=True)
             return
         receive = partial(receive_regions, self.welcome.attach_address, attached, writable)
-        self._regions = yield Work(receive, 0)
+        try:
+            self._regions = yield Work(receive, 0)
+        except KvpoolError as error:
+            self._give_up_mapping(error)
+            raise
+
+    def _give_up_mapping(self, error: KvpoolError) -> None:
+        """From now on bytes are streamed, if the daemon lives and offers that: descriptors may not
+        pass between containers, for instance."""
+        late = isinstance(error, DeadlineError)
+        if self.channel.alive and self.data is not None and not late and self._regions is None:
+            self._unmappable = f"the memory cannot be mapped: {error}"
+            log.warning("bytes are streamed, because %s", self._unmappable)
 
     # ---- the end
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from kvpool.client.connection import Connection
+from kvpool.client.connection import Connection, Route
 from kvpool.client.effects import Call, Channel, Dial, Exclusive, Steps
 from kvpool.client.local import LocalStore
 from kvpool.client.pacing import Backoff
@@ -109,6 +109,11 @@ class ClientCore:
     def clear(self) -> Steps[int]:
         count: wire.Count = yield from self.call(wire.Clear(), wire.Count)
         return count.count
+
+    def route(self) -> Steps[Route]:
+        """How bytes travel on the present connection."""
+        connection = yield from self.connected()
+        return connection.route
 
     def ping(self) -> Steps[float]:
         """Seconds of one empty frame and its answer."""

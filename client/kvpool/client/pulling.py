@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.client.connection import Connection
 from kvpool.client.effects import Steps
 from kvpool.client.extents import PartFormat
 from kvpool.client.regions import Regions
@@ -51,6 +52,11 @@ class Pulling:
     verify: bool
     verified: Any
     """One bool per chunk: its bytes were compared with their checksums."""
+
+    @property
+    def nbytes(self) -> int:
+        """Payload bytes that are wanted."""
+        return sum(selection.nbytes for selection in self.selections)
 
     def copy(self, regions: Regions, end: float) -> None:
         """Copies chunk by chunk out of mapped memory; stops at `end` (monotonic clock)."""
@@ -143,26 +149,38 @@ def _deliver(job: Pulling, grant: Grant) -> Steps[None]:
     connection = grant.membership.connection
     if not connection.alive:
         raise StaleError("the connection was lost; match again")
-    nbytes = sum(selection.nbytes for selection in job.selections)
-    if not connection.mapped:
-        data = connection.stream()
-        request = wire.Fetch(
-            namespace=grant.membership.number, lease=grant.lease, parts=1 << job.form.number
-        )
-        yield from connection.bulk(lambda end: data.fetch(request, job, end), nbytes)
-        return
-    highest = max(address for address, _ in job.extents)
-    if highest >= 0:
-        regions = yield from connection.regions(highest, writable=False)
-
-        def copy(end: float) -> None:
-            job.copy(regions, end)
-            if not connection.channel.alive:  # closed by the store: extents may have been reused
-                job.outcomes[job.outcomes == Outcome.HIT] = Outcome.STALE_EPOCH
-
-        yield from connection.bulk(copy, nbytes)
-    else:
+    highest = max(address for address, _ in job.extents) if connection.mapped else 0
+    if highest < 0:
         job.outcomes[:] = Outcome.MISS
+        return
+    if connection.mapped:
+        try:
+            regions = yield from connection.regions(highest, writable=False)
+        except KvpoolError:
+            if connection.mapped:
+                raise
+        else:
+            yield from _copy(job, connection, regions)
+            return
+    yield from _fetch(job, grant)
+
+
+def _copy(job: Pulling, connection: Connection, regions: Regions) -> Steps[None]:
+    def copy(end: float) -> None:
+        job.copy(regions, end)
+        if not connection.channel.alive:  # closed by the store: extents may have been reused
+            job.outcomes[job.outcomes == Outcome.HIT] = Outcome.STALE_EPOCH
+
+    yield from connection.bulk(copy, job.nbytes)
+
+
+def _fetch(job: Pulling, grant: Grant) -> Steps[None]:
+    connection = grant.membership.connection
+    data = connection.stream()
+    request = wire.Fetch(
+        namespace=grant.membership.number, lease=grant.lease, parts=1 << job.form.number
+    )
+    yield from connection.bulk(lambda end: data.fetch(request, job, end), job.nbytes)
 
 
 def _report_corrupt(job: Pulling, grant: Grant) -> None:

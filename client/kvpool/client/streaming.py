@@ -189,7 +189,10 @@ def _fetch(
     for i in range(start, stop):
         target = job.targets[i]
         # In one buffer the pieces lie packed, as they come.
-        landings += [heads[i - start], *(target if len(target) == 1 else landing(selection, target))]
+        landings += [
+            heads[i - start],
+            *(target if len(target) == 1 else landing(selection, target)),
+        ]
     fetched = connection.call(request, end)
     if not isinstance(fetched, wire.Fetched):
         raise ProtocolError("Fetch was not answered by Fetched")
