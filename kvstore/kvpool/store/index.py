@@ -1,36 +1,36 @@
-"""The index: key → row, in columns, without a Python object per chunk.
+"""The index: key → row → what is known of a chunk, in columns, without a Python object per chunk.
 
-A *row* stands for one chunk of one namespace. The digest table is open addressing with linear
-probing over rows (load ≤ 1/4, backward-shift deletion, so no tombstones)::
+A *row* stands for one chunk of one namespace. Rows form trees, a chunk below the one before it, so
+that a deletion finds what it orphans. What a match reads lies in one line per row (`digests`), what
+blocks a row from eviction in dense columns.
 
-    slot = ((first 64 bits of the key ^ seed ^ namespace's mix) x odd constant) >> shift
-    table[slot] = row + 1
-
-What a match wants to know of a row lies in one cache line, so that n random keys cost n table
-lines and n row lines, gathered by two NumPy calls; what blocks a row is kept in dense columns::
-
-    0        32          36       40         48                 56                    64
-    key      namespace   parent   resident   part 0's address   part 0's generation
-
-A probe compares 64 bits per key; a final comparison covers all 32 bytes and the namespace. Columns
-are sized for `capacity` rows at once: the pages of a fresh anonymous mapping cost nothing until a
-row touches them, so the index grows without a pause. Bytes per row: 64 above, table 16-32, siblings
-12, what blocks it 12, state 1, and 16 for the extent of each part but the first.
-
-Single cells are read and written through memoryviews (`…_at[row]`) of the same memory, several
-times faster than NumPy's scalars.
+Columns are sized for `capacity` rows at once: the pages of a fresh anonymous mapping cost nothing
+until a row touches them, so the index grows without a pause. Bytes per row: line 64, table 16-32,
+siblings 12, what blocks it 12, state 1, and 16 for the extent of each part but the first. Single
+cells are read and written through memoryviews (`…_at[row]`) of the same memory, several times
+faster than NumPy's scalars.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import numpy.typing as npt
 
-Rows = npt.NDArray[np.int32]
+from kvpool.store.digests import LINE, NO_ROW, Digests, Found, Rows
 
-NO_ROW = -1
+__all__ = [
+    "FREE",
+    "LINKED",
+    "NO_ROW",
+    "ORPHAN",
+    "ORPHANED",
+    "ROOT",
+    "UNLINKED",
+    "Found",
+    "Index",
+    "Rows",
+]
+
 ROOT = -1
 """`parent` of the first chunk of a chain."""
 ORPHAN = -2
@@ -43,54 +43,20 @@ ORPHANED = 2
 UNLINKED = 3
 """Deleted, but a lease still holds it: its extents live until the last release."""
 
-_LINE = np.dtype(
-    [
-        ("key", "<u8", 4),
-        ("namespace", "<i4"),
-        ("parent", "<i4"),
-        ("resident", "<u8"),
-        ("extent", "<i8", 2),
-    ]
-)
-_MULTIPLIER = 0x9E3779B97F4A7C15
-_MULTIPLIER_U64 = np.array(_MULTIPLIER, np.uint64)
-_U64 = (1 << 64) - 1
-_FEW = 4  # up to this many keys plain Python beats the fixed cost of NumPy calls
-
-
-class Found(NamedTuple):
-    """What a batch look-up gives, one entry per key; where the row is NO_ROW, the rest is 0."""
-
-    rows: Rows
-    words: npt.NDArray[np.uint64]
-    """Copies of the rows' lines, shape (n, 8)."""
-    namespace: npt.NDArray[np.int32]
-    parent: Rows
-
-    @property
-    def resident(self) -> npt.NDArray[np.uint64]:
-        return self.words[:, 5]
-
-    @property
-    def extents(self) -> npt.NDArray[np.int64]:
-        """Part 0's (address, generation), shape (n, 2)."""
-        return self.words.view(np.int64)[:, 6:]
-
 
 class Index:
-    """Rows for at most `capacity` chunks. `seed` keeps probe lengths unpredictable to clients."""
+    """Rows for at most `capacity` chunks; `seed` as for `Digests`.
+
+    `find(namespace, keys)` and `find_one(namespace, key)` are those of `Digests`.
+    """
 
     def __init__(self, capacity: int, seed: int) -> None:
         self.capacity = capacity
         self.count = 0
-        self._seed = seed & _U64
-        bits = max(4, (4 * capacity - 1).bit_length())
-        self._shift = 64 - bits
-        self._shift_u64 = np.array(64 - bits, np.uint64)
-        self._mask = (1 << bits) - 1
-        self._table = np.zeros(1 << bits, np.int32)
-        lines = np.zeros(capacity + 1, _LINE)  # the last one stands for NO_ROW
-        self._words = lines.view("<u8").reshape(-1, 8)
+        lines = np.zeros(capacity + 1, LINE)  # the last one stands for NO_ROW
+        self._digests = Digests(lines, seed)
+        self.find = self._digests.find
+        self.find_one = self._digests.find_one
         self.namespace = lines["namespace"]
         self.parent = lines["parent"]
         self.resident = lines["resident"]
@@ -111,8 +77,6 @@ class Index:
         self._free_rows = 0
         self._fresh = 0  # rows from here on were never used
         self._bytes_at = memoryview(lines.view(np.uint8))
-        self._words_at = memoryview(self._words.reshape(-1))
-        self._table_at = memoryview(self._table)
         self._first_child_at = memoryview(self._first_child)
         self._next_at = memoryview(self._next)
         self._previous_at = memoryview(self._previous)
@@ -127,63 +91,7 @@ class Index:
         self.children_at = memoryview(self.children)
         self.ensure_parts(1)
 
-    # ---- lookup
-
-    def find(self, namespace: int, keys: bytes) -> Found:
-        """The rows of `keys` (n x 32 bytes) in `namespace`."""
-        count = len(keys) // 32
-        if count <= _FEW:
-            few = [self.find_one(namespace, keys[i * 32 : i * 32 + 32]) for i in range(count)]
-            rows = np.array(few, np.int32)
-            return _found(rows, self._words.take(rows, axis=0, mode="wrap"))
-        wanted = np.frombuffer(keys, np.uint64).reshape(count, 4)
-        tags = wanted[:, 0]
-        slots = self._homes(namespace, tags)
-        rows = self._table.take(slots)
-        rows -= 1
-        words = self._words.take(rows, axis=0, mode="wrap")
-        pending = ((words[:, 0] != tags) & (rows >= 0)).nonzero()[0]
-        while pending.size > _FEW:
-            slots[pending] = step = (slots[pending] + 1) & self._mask
-            rows[pending] = further = self._table[step] - 1
-            words[pending] = lines = self._words.take(further, axis=0, mode="wrap")
-            pending = pending[(lines[:, 0] != tags[pending]) & (further >= 0)]
-        for i in pending.tolist():
-            rows[i] = row = self.find_one(namespace, keys[i * 32 : i * 32 + 32])
-            words[i] = self._words[row]
-        found = _found(rows, words)
-        if words[:, :4].tobytes() != keys or np.count_nonzero(found.namespace != namespace):
-            self._settle(namespace, keys, wanted, found)
-        return found
-
-    def _settle(
-        self, namespace: int, keys: bytes, wanted: npt.NDArray[np.uint64], found: Found
-    ) -> None:
-        """Mends what has the right 64 bits but another key or namespace: only by intent."""
-        exact = found.namespace == namespace
-        for word in (1, 2, 3):
-            exact &= found.words[:, word] == wanted[:, word]
-        for i in (~exact & (found.rows >= 0)).nonzero()[0].tolist():
-            found.rows[i] = row = self.find_one(namespace, keys[i * 32 : i * 32 + 32])
-            found.words[i] = self._words[row]
-
-    def find_one(self, namespace: int, key: bytes) -> int:
-        """Row of one key, or NO_ROW."""
-        table, words, mask = self._table_at, self._words_at, self._mask
-        tag, second, third, fourth = memoryview(key).cast("Q")
-        slot = self._home(namespace, tag)
-        while row := table[slot]:
-            at = 8 * (row - 1)
-            if (
-                words[at] == tag
-                and words[at + 1] == second
-                and words[at + 2] == third
-                and words[at + 3] == fourth
-                and words[at + 4] & 0xFFFFFFFF == namespace
-            ):
-                return row - 1
-            slot = (slot + 1) & mask
-        return NO_ROW
+    # ---- rows
 
     def key_bytes(self, row: int) -> bytes:
         return bytes(self._bytes_at[64 * row : 64 * row + 32])
@@ -191,22 +99,6 @@ class Index:
     def extent_bytes(self, row: int) -> bytes:
         """Part 0's address and generation, int64 each."""
         return bytes(self._bytes_at[64 * row + 48 : 64 * row + 64])
-
-    def _home(self, namespace: int, tag: int) -> int:
-        return ((tag ^ self._mix(namespace)) * _MULTIPLIER & _U64) >> self._shift
-
-    def _homes(self, namespace: int, tags: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        """`_home` of each tag."""
-        mixed = tags ^ np.uint64(self._mix(namespace))
-        np.multiply(mixed, _MULTIPLIER_U64, out=mixed)
-        np.right_shift(mixed, self._shift_u64, out=mixed)
-        return mixed.view(np.int64)
-
-    def _mix(self, namespace: int) -> int:
-        """Keeps equal keys of different namespaces out of each other's way."""
-        return self._seed ^ namespace * _MULTIPLIER & _U64
-
-    # ---- rows
 
     @property
     def room(self) -> int:
@@ -220,11 +112,7 @@ class Index:
         self.namespace_at[row] = namespace
         self.parent_at[row] = ROOT
         self.state_at[row] = LINKED
-        table, mask = self._table_at, self._mask
-        slot = self._home(namespace, self._words_at[8 * row])
-        while table[slot]:
-            slot = (slot + 1) & mask
-        table[slot] = row + 1
+        self._digests.add(row)
         self.count += 1
         if parent >= 0:
             self._attach(row, parent)
@@ -241,7 +129,7 @@ class Index:
 
     def unlink(self, row: int) -> list[int]:
         """Takes `row` out of table and tree; what was below it, parents first, is ORPHANED."""
-        self._remove_from_table(row)
+        self._digests.remove(row)
         self._detach(row)
         self.state_at[row] = UNLINKED
         self.count -= 1
@@ -301,7 +189,7 @@ class Index:
         self.children[rows] = 0
         self._first_child[rows] = 0
         self.count -= len(rows)
-        self._rebuild_table()
+        self._digests.rebuild(self.linked_rows())
 
     def release_all(self, rows: Rows) -> None:
         """`release` of many."""
@@ -345,38 +233,12 @@ class Index:
             self._previous_at[after - 1] = before
         self.children_at[parent] -= 1
 
-    def _remove_from_table(self, row: int) -> None:
-        table, words, mask = self._table_at, self._words_at, self._mask
-        hole = self._home(self.namespace_at[row], words[8 * row])
-        while table[hole] != row + 1:
-            hole = (hole + 1) & mask
-        slot = hole
-        while entry := table[slot := (slot + 1) & mask]:
-            home = self._home(self.namespace_at[entry - 1], words[8 * (entry - 1)])
-            # An entry may move into the hole unless its home lies cyclically in (hole, slot].
-            if (slot - home) & mask >= (slot - hole) & mask:
-                table[hole] = entry
-                hole = slot
-        table[hole] = 0
-
-    def _rebuild_table(self) -> None:
-        self._table[:] = 0
-        linked = self.linked_rows()
-        for namespace in np.unique(self.namespace[linked]).tolist():
-            rows = linked[self.namespace[linked] == namespace]
-            slots = self._homes(namespace, self._words[rows, 0])
-            while rows.size:
-                empty = self._table[slots] == 0
-                self._table[slots[empty]] = rows[empty] + 1
-                lost = self._table[slots] != rows + 1
-                rows, slots = rows[lost], (slots[lost] + 1) & self._mask
-
     # ---- integrity
 
     def check_integrity(self) -> None:
         """Asserts that table, tree, states and counts agree. O(rows)."""
         linked, live = self.linked_rows(), self.live_rows()
-        assert len(linked) == self.count == np.count_nonzero(self._table)
+        assert len(linked) == self.count == len(self._digests)
         assert len(live) + self._free_rows == self._fresh
         reached = []
         for row in linked.tolist():
@@ -401,8 +263,3 @@ class Index:
             assert self.state_at[free - 1] == FREE and length < self._free_rows
             free, length = self._next_at[free - 1], length + 1
         assert length == self._free_rows
-
-
-def _found(rows: Rows, words: npt.NDArray[np.uint64]) -> Found:
-    halves = words.view(np.int32)
-    return Found(rows, words, halves[:, 8], halves[:, 9])

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvpool.proto.errors import TooLargeError
 from kvpool.proto.outcomes import Reason
+from kvpool.store import segments
 from kvpool.store.allocator import SlabAllocator, segment_size
 from kvpool.store.eviction import make_policy
 from kvpool.store.eviction.base import Policy
@@ -28,8 +29,6 @@ _FEW = 4  # up to this many rows plain Python beats the fixed cost of NumPy call
 _USES = 64
 """Matches whose time of use may wait for being noted."""
 _SEGMENT_BYTES = 64 << 20
-_SEGMENT_TRIES = 32
-"""Segments that one reassignment looks into before it gives up."""
 
 
 class Room:
@@ -130,6 +129,10 @@ class Room:
     def _slack(self) -> int:
         """Bytes at the end of each region that are too few for a segment."""
         return self.options.region_bytes - self.slabs.region_bytes
+
+    def segments_of(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The allocator's segment of each address."""
+        return self.slabs.segments_of(self._inside(addresses))
 
     def _inside(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Addresses of the pool as the allocator counts them, which knows of no slack."""
@@ -326,67 +329,25 @@ class Room:
         if self._evictions.get(slot, 0) < self.slabs.segment_bytes // slot:
             return False
         self._evictions[slot] = 0
+        if not len(self.slabs.used_segments(slot)):
+            return False
         policies = [policy for shape, policy in self.policies.items() if slot in shape]
         oldest = self._oldest(policies)
-        before = math.inf
-        if oldest is not None:
-            before = float(self.used_at[oldest.victims(1)[0]])
-        return self._reassign(slot, before)
+        if oldest is None:
+            return self._reassign(slot)
+        return self._reassign(slot, float(self.used_at[oldest.victims(1)[0]]))
 
     def _reassign(self, slot: int, before: float = math.inf) -> bool:
-        """Empties the least recently used segment of another class, if used only `before`.
+        """Empties the least recently used segment of another class, if last used `before`.
 
         The declared exception to "one publish evicts one victim". O(rows), and rare.
         """
-        slabs, index = self.slabs, self.index
-        others = slabs.used_segments(slot)
-        if not len(others):
-            return False
-        segments, rows = self._by_segment()
-        held = (index.leases[rows] != 0) | (index.pins[rows] != 0)
-        last_use = np.full(slabs.capacity_bytes // slabs.segment_bytes, -math.inf)
-        np.maximum.at(last_use, segments, np.where(held, math.inf, self.used_at[rows]))
-        last_use[slabs.segments_of(self._inside(np.fromiter(self.loose, np.int64)))] = math.inf
-        order = others[np.argsort(last_use[others], kind="stable")]
-        doomed: list[int] = []
-        reached = -math.inf
-        for segment in order[last_use[order] < before][:_SEGMENT_TRIES].tolist():
-            if doomed and last_use[segment] > reached:
-                break
-            first, end = np.searchsorted(segments, [segment, segment + 1])
-            with_all_below = self._with_descendants(np.unique(rows[first:end]), len(doomed))
-            if with_all_below:  # a chain's segments were all used at once: take the cheapest
-                doomed, reached = with_all_below, float(last_use[segment])
+        doomed = segments.to_empty(self, slot, before)
         if not doomed:
             return False
         self._evict_all(doomed)
         self.counters.reassigned_segments += 1
         return True
-
-    def _by_segment(self) -> tuple[npt.NDArray[np.int64], Rows]:
-        """(segment, row) of every extent in a row, ascending by segment."""
-        live = self.index.live_rows()
-        segments, rows = [], []
-        for part, extents in enumerate(self.index.extents):
-            here = live[self.index.resident[live] >> np.uint64(part) & 1 != 0]
-            segments.append(self.slabs.segments_of(self._inside(extents[here, 0])))
-            rows.append(here)
-        segment, row = np.concatenate(segments), np.concatenate(rows)
-        order = np.argsort(segment, kind="stable")
-        return segment[order], row[order]
-
-    def _with_descendants(self, rows: Rows, limit: int) -> list[int]:
-        """`rows` and all below; none if something is held, or if they are `limit` (0: any)."""
-        index = self.index
-        found: list[int] = rows.tolist()
-        seen = set(found)
-        for row in found:
-            if index.leases_at[row] or index.pins_at[row] or len(found) >= limit > 0:
-                return []
-            below = [child for child in index.children_of(row) if child not in seen]
-            seen.update(below)
-            found += below
-        return found
 
     def _evict_all(self, rows: Sequence[int]) -> None:
         """Evicts rows without leases or pins, and with all that is below them."""

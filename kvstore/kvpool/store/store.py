@@ -14,16 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
-from kvpool.proto.errors import BusyError, DeniedError, InvalidError, StaleError
+from kvpool.proto.errors import BusyError, DeniedError, InvalidError
 from kvpool.proto.keys import KEY_BYTES
 from kvpool.proto.namespace import Namespace
 from kvpool.proto.outcomes import Outcome, Reason
 from kvpool.store import integrity, reports
 from kvpool.store.allocator import SlabAllocator
 from kvpool.store.eviction.base import Policy
-from kvpool.store.index import LINKED, NO_ROW, Index, Rows
+from kvpool.store.holders import Holders
+from kvpool.store.index import LINKED, NO_ROW, Index
 from kvpool.store.leases import Lease, Leases
 from kvpool.store.namespaces import KnownNamespace, Namespaces, Shape
 from kvpool.store.pins import Pins
@@ -72,8 +71,7 @@ class Store:
         self.pins = Pins(self.room)
         self._reads = Reads(self.room)
         self._writes = Writes(self.room)
-        self._sessions: dict[int, StoreSession] = {}
-        self._next_session = 1
+        self._holders = Holders(self.room, self.leases, self._writes)
 
     @property
     def index(self) -> Index:
@@ -107,15 +105,12 @@ class Store:
         return self.room.capacity_bytes
 
     def open_session(self, tenant: str, *, mapped: bool) -> StoreSession:
-        session = StoreSession(self._next_session, tenant, mapped)
-        self._next_session += 1
-        self._sessions[session.id] = session
-        return session
+        """A new client. `mapped`: it copies by itself, so its extents outlive TTLs."""
+        return self._holders.open(tenant, mapped=mapped)
 
     def close_session(self, session: StoreSession) -> None:
         """The client is gone and so are its mappings: everything it held comes back."""
-        self._sessions.pop(session.id, None)
-        self._end_all(self.leases.close_session(session.id))
+        self._holders.close(session)
 
     def open_namespace(self, tenant: str, namespace: Namespace) -> tuple[KnownNamespace, str]:
         """The namespace of `tenant`, and a warning if it can never meet one that is known.
@@ -132,7 +127,7 @@ class Store:
 
         Raises `DeniedError`, and `StaleError` if the session is closed.
         """
-        self._check_open(session)
+        self._holders.check_open(session)
         known = self.namespaces.get(namespace)
         if known is None or known.tenant != session.tenant:
             raise DeniedError(f"namespace {namespace} was not opened by tenant {session.tenant!r}")
@@ -182,7 +177,7 @@ class Store:
         The answer's outcome is HIT, EXPIRED or STALE_EPOCH (no such lease in this life). What was
         deleted meanwhile stays readable: its extents live until the last release.
         """
-        self._check_open(session)
+        self._holders.check_open(session)
         lease = self.leases.get(lease_id, session.tenant)
         if lease is None:
             return Match(0, Outcome.STALE_EPOCH, Reason.UNKNOWN)
@@ -203,15 +198,7 @@ class Store:
 
         Releasing a write lease aborts what is still open.
         """
-        lease = self.leases.get(lease_id, session.tenant)
-        ended = self.leases.release(session.id, lease) if lease is not None else None
-        if lease is None or ended is None:
-            return Outcome.STALE_EPOCH
-        if lease.expired and session.id not in lease.holders:
-            session.quarantined_bytes -= lease.nbytes
-        if ended:
-            self._end(lease)
-        return Outcome.OK
+        return self._holders.release(session, lease_id)
 
     def renew(self, session: StoreSession, lease_id: bytes, lease_s: float = 0.0) -> Outcome:
         """Extends a lease that has not expired; what it reads counts as used."""
@@ -291,10 +278,7 @@ class Store:
         if lease is None or lease.items is None:
             return Outcome.STALE_EPOCH
         for number in lease.items.keys() & (items if items is not None else lease.items):
-            item = self._writes.close(lease, number)
-            lease.nbytes -= item.nbytes
-            if lease.expired:
-                session.quarantined_bytes -= item.nbytes
+            self._holders.give_back(session, lease, number)
         if not lease.items:
             self.release(session, lease.id)
         return Outcome.OK
@@ -358,7 +342,7 @@ class Store:
 
     def clear(self, session: StoreSession, namespace: int = 0) -> int:
         """Deletes every chunk of one namespace, or of all of the tenant's. Returns how many."""
-        self._check_open(session)
+        self._holders.check_open(session)
         if namespace:
             mine = [self.known(session, namespace)]
         else:
@@ -386,40 +370,8 @@ class Store:
     def reap(self) -> None:
         """Ends what time has ended. Call it from a timer: space comes back without traffic."""
         now = self.clock()
-        ended: list[Lease] = []
-        for lease in self.leases.expire(now):
-            self.counters.expired_leases += 1
-            if lease.items is not None:
-                known = self.namespaces[lease.namespace]
-                lease.nbytes = self._writes.overdue(known, lease)
-            for holder in list(lease.holders):
-                session = self._sessions[holder]
-                if session.mapped:
-                    session.quarantined_bytes += lease.nbytes
-                elif self.leases.drop(holder, lease):
-                    ended.append(lease)
-        self._end_all(ended)
+        self.counters.expired_leases += self._holders.expire(now)
         self.pins.expire(now)
-
-    def _end(self, lease: Lease) -> None:
-        """Its last holder is gone."""
-        known = self.namespaces[lease.namespace]
-        if lease.items is not None:
-            self._writes.end(known, lease)
-        else:
-            self.room.unprotect(known, lease.rows)
-
-    def _end_all(self, leases: Sequence[Lease]) -> None:
-        """As `_end`, faster for many."""
-        read: dict[int, list[Rows]] = {}
-        for lease in leases:
-            if lease.items is not None:
-                self._end(lease)
-            else:
-                read.setdefault(lease.namespace, []).append(lease.rows)
-        for namespace, rows in read.items():
-            distinct, counts = np.unique(np.concatenate(rows), return_counts=True)
-            self.room.unprotect_by(self.namespaces[namespace], distinct, counts)
 
     def _ttl(self, lease_s: float) -> float:
         return min(lease_s or self.options.lease_s, self.options.lease_s_max)
@@ -432,19 +384,12 @@ class Store:
             self.counters.missed_matches += 1
             known.missed += 1
 
-    def _check_open(self, session: StoreSession) -> None:
-        if session.id not in self._sessions:
-            raise StaleError("the session is closed; open a new one")
-
     def _check_quarantine(self, session: StoreSession) -> None:
-        if not session.quarantined_bytes:
-            return
-        bound = self.options.quarantine_share * self.capacity_bytes
-        if session.quarantined_bytes > bound:
+        if self._holders.over_quarantine(session):
             self.counters.busy += 1
             raise BusyError(
-                f"this session holds {session.quarantined_bytes} bytes past their leases "
-                f"(bound {int(bound)}); release them, or reconnect. {self.busy_text()}"
+                f"this session holds {session.quarantined_bytes} bytes past their leases (bound "
+                f"{self._holders.quarantine_bound}); release them, or reconnect. {self.busy_text()}"
             )
 
     # ---- looking in
@@ -463,14 +408,14 @@ class Store:
         The cursor is a row position: chunks that come or go meanwhile may be missed or not, but
         none is listed twice unless it is stored anew.
         """
-        self._check_open(session)
+        self._holders.check_open(session)
         mine = self.room.namespaces.of_tenant(session.tenant)
         wanted = [known.id for known in mine if namespace in (0, known.id)]
         return reports.page(self.index, wanted, cursor, limit)
 
     def figures(self) -> dict[str, int]:
         """Bytes by what holds them. O(rows)."""
-        return reports.figures(self.room, self._sessions.values())
+        return reports.figures(self.room, self._holders)
 
     def busy_text(self) -> str:
         """The figures that every BUSY carries."""
@@ -478,4 +423,4 @@ class Store:
 
     def check_integrity(self) -> None:
         """Asserts that index, allocator, leases, pins and policies agree. O(rows)."""
-        integrity.check_integrity(self.room, self.leases, self.pins, self._sessions.values())
+        integrity.check_integrity(self.room, self.leases, self.pins, self._holders)
