@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.client.stores import CARRIERS, Place
+from tests.client.stores import CARRIERS, EVERY_CARRIER, Place
 from tests.store.daemons import RunningDaemon, running
 
 
@@ -15,13 +15,15 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
         yield started
 
 
-@pytest.fixture(params=CARRIERS)
-def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    """A store over each carrier."""
+def _place(request: pytest.FixtureRequest) -> Iterator[Place]:
     embedded = request.param.startswith("embedded")
     made = Place(request.param, None if embedded else request.getfixturevalue("daemon"))
     yield made
     made.close()
+
+
+place = pytest.fixture(params=CARRIERS)(_place)
+every_place = pytest.fixture(params=EVERY_CARRIER)(_place)
 
 
 @pytest.fixture

@@ -365,7 +365,7 @@ def test_a_long_life_leaves_nothing_behind(daemon: RunningDaemon) -> None:
             cut()
         gc.collect()
         before = open_files(), threading.active_count(), resident_bytes()
-        cycles(5_000)
+        cycles(3_000)
         for _ in range(100):
             cut()
             cycles(1)

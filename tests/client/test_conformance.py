@@ -36,6 +36,39 @@ def outcomes(*values: Outcome) -> list[int]:
     return [int(value) for value in values]
 
 
+# ---- the whole of it
+
+
+def test_a_conversation_goes_its_way_over_every_carrier(every_place: Place) -> None:
+    client = every_place.connect(name="engine")
+    session = client.open(namespace())
+    tokens, stored = prompt(4, 0), kv(4)
+    assert session.publish(tokens[: 2 * CHUNK], list(stored[:2])).stored
+    with session.publication(tokens) as publication:
+        publication.write(2, stored[2])
+        for layer, plane in zip(LAYERS, stored[3], strict=True):
+            publication.write_layer(3, layer, plane)
+        assert publication.commit().tolist() == [Outcome.EXISTS] * 2 + [Outcome.OK] * 2
+    match = session.match([*tokens, 1])
+    with session.adopt(match.lease, match.keys) as again:
+        out = np.zeros_like(stored)
+        assert session.pull(again, out).ok and np.array_equal(out, stored)
+    half = np.zeros_like(stored[:, [2], :, :, : CHUNK // 2])
+    into = [np.ascontiguousarray(half[0])]
+    assert session.pull(match, into, layers=["layer.2"], tokens=(0, CHUNK // 2)).ok
+    assert np.array_equal(into[0], stored[0, [2], :, :, : CHUNK // 2])
+    if every_place.mapped:
+        assert session.borrow(match)[1].tobytes() == stored[1].tobytes()
+    assert session.renew(match) == Outcome.OK
+    match.release()
+    assert session.pin(tokens) == [Outcome.HIT] * 4 and session.unpin(tokens) == Outcome.OK
+    assert session.hint(tokens, ended=True)
+    assert [chunk.tier for chunk in session.explain(tokens)] == ["DRAM"] * 4
+    assert session.keys(tokens)[:32] in set(client.keys(page=500))
+    assert session.delete(tokens[:CHUNK]) == [Outcome.OK] and session.clear() == 3
+    assert client.ping() > 0 and client.status()["state"] == "ok"
+
+
 # ---- whole prompts
 
 

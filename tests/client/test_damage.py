@@ -178,7 +178,7 @@ def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PartFormat, "deliver", slow)
 
 
-@pytest.fixture(params=["embedded", "unix", "embedded async", "unix async"])
+@pytest.fixture(params=["embedded", "unix async"])
 def mapped(request: pytest.FixtureRequest) -> Any:
     embedded = request.param.startswith("embedded")
     made = Place(request.param, None if embedded else request.getfixturevalue("daemon"))
