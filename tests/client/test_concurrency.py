@@ -376,6 +376,32 @@ def test_a_long_life_leaves_nothing_behind(daemon: RunningDaemon) -> None:
         assert client.status()["domains"]["local"]["leases"] == 0
 
 
+def test_an_embedded_store_ends_with_its_client() -> None:
+    def life() -> None:
+        with connect(capacity=4 << 20) as client:
+            session = client.open(namespace())
+            session.publish(prompt(1), list(kv(1)))
+            check_pull(session, prompt(1), kv(1))
+
+    life()
+    before = open_files()
+    for _ in range(5):
+        life()
+    assert open_files() == before
+
+
+def test_a_store_that_is_shared_outlives_its_clients() -> None:
+    store = LocalStore(4 << 20, chunks=1024)
+    space = namespace()
+    with connect(store) as client:
+        client.open(space).publish(prompt(1), list(kv(1)))
+    with connect(store) as client:
+        check_pull(client.open(space), prompt(1), kv(1))
+    store.close()
+    with connect(store) as client, pytest.raises(StaleError, match="closed"):
+        client.status()
+
+
 def test_connections_that_were_cut_release_their_data_connections(daemon: RunningDaemon) -> None:
     def client_life(client: Client, session: Session) -> None:
         check_pull(session, prompt(1), kv(1))

@@ -5,7 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.client import Client, Extra, Namespace, Outcome, Reason, Session, connect
+from kvpool.client import (
+    Client,
+    Extra,
+    Namespace,
+    Outcome,
+    Reason,
+    Session,
+    connect,
+    usable_prefix,
+)
 from kvpool.proto.errors import InvalidError, NamespaceError
 from tests.client.samples import (
     CHUNK,
@@ -112,6 +121,11 @@ def test_the_last_token_is_never_usable_and_the_tail_is_never_rounded_up(
     session.publish(stored, list(kv(2)))
     with session.match(stored[:tokens]) as match:
         assert match.usable_prefix(tokens, block_tokens=8) == usable
+
+
+def test_blocks_of_no_tokens_are_refused() -> None:
+    with pytest.raises(InvalidError, match="at least 1 token"):
+        usable_prefix(32, 33, 0)
 
 
 def test_what_one_client_published_another_reads_at_once(place: Place, session: Session) -> None:
@@ -359,6 +373,16 @@ def test_durations_that_do_not_exist_are_refused(session: Session, seconds: floa
         session.match(prompt(1), lease_s=seconds)
     with pytest.raises(InvalidError, match="duration"):
         session.pin(prompt(1), ttl_s=seconds)
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e9])
+def test_a_deadline_without_end_is_refused(session: Session, seconds: float) -> None:
+    with pytest.raises(InvalidError, match="deadline"):
+        session.match(prompt(1), deadline_s=seconds)
+
+
+def test_a_deadline_that_has_passed_is_an_unreachable_store(session: Session) -> None:
+    assert session.match(prompt(1), deadline_s=0).outcome == Outcome.UNREACHABLE
 
 
 def test_keys_that_are_not_whole_are_refused(session: Session) -> None:

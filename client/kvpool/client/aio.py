@@ -20,6 +20,7 @@ from kvpool.client.connection import Route
 from kvpool.client.core import DEADLINE_S, ClientCore
 from kvpool.client.effects import Steps
 from kvpool.client.local import LocalStore
+from kvpool.client.pacing import end_after
 from kvpool.proto.errors import InvalidError
 from kvpool.proto.namespace import Namespace
 
@@ -61,8 +62,8 @@ class AsyncClient:
         if self.core.closed:
             steps.close()
             raise InvalidError("the client is closed")
-        seconds = self.deadline_s if deadline_s is None else deadline_s
-        return await self._link.run(steps, time.monotonic() + seconds)
+        end = end_after(self.deadline_s if deadline_s is None else deadline_s)
+        return await self._link.run(steps, end)
 
     async def open(self, namespace: Namespace, *, deadline_s: float | None = None) -> AsyncSession:
         session = AsyncSession(self, namespace)
@@ -93,7 +94,7 @@ class AsyncClient:
         return await self.run(self.core.clear(), deadline_s)
 
     async def close(self, *, deadline_s: float | None = None) -> None:
-        end = time.monotonic() + (self.deadline_s if deadline_s is None else deadline_s)
+        end = end_after(self.deadline_s if deadline_s is None else deadline_s)
         while self.core.copies and time.monotonic() < end:
             await asyncio.sleep(LOOK_S)
         self.core.close(time.monotonic())

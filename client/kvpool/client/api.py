@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from kvpool.client.connection import Route
 from kvpool.client.core import DEADLINE_S, ClientCore
 from kvpool.client.effects import Steps
 from kvpool.client.local import LocalStore
+from kvpool.client.pacing import end_after
 from kvpool.client.sessions import Session
 from kvpool.proto.errors import InvalidError
 from kvpool.proto.namespace import Namespace
@@ -78,8 +78,8 @@ class Client:
         if self.core.closed:
             steps.close()
             raise InvalidError("the client is closed")
-        seconds = self.deadline_s if deadline_s is None else deadline_s
-        return self._link.run(steps, time.monotonic() + seconds)
+        end = end_after(self.deadline_s if deadline_s is None else deadline_s)
+        return self._link.run(steps, end)
 
     def open(self, namespace: Namespace, *, deadline_s: float | None = None) -> Session:
         """A session in `namespace`. If the store is away, the session joins it later by itself.
@@ -131,8 +131,7 @@ class Client:
         Waits for copies that other threads are in; raises `BusyError`, and stays open for them, if
         they do not end within the deadline.
         """
-        seconds = self.deadline_s if deadline_s is None else deadline_s
-        self.core.close(time.monotonic() + seconds)
+        self.core.close(end_after(self.deadline_s if deadline_s is None else deadline_s))
         if self._own is not None:
             self._own.close()
 

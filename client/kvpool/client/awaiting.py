@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from kvpool.client.effects import Call, Channel, Dial, Effect, Steps, Work
+from kvpool.client.keepalive import keep_alive
 from kvpool.client.local import LocalChannel, LocalStore
 from kvpool.client.pacing import PATIENCE_S, left, raise_error
 from kvpool.proto import frames
@@ -68,6 +69,7 @@ class AsyncSocketChannel(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        keep_alive(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         self.silent = False

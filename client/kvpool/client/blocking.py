@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from kvpool.client.effects import Call, Channel, Dial, Effect, Steps, Work
+from kvpool.client.keepalive import keep_alive
 from kvpool.client.local import LocalChannel, LocalStore
 from kvpool.client.pacing import PATIENCE_S, left, raise_error
 from kvpool.proto import frames
@@ -46,13 +47,13 @@ class SocketChannel:
         self._stuck_until = 0.0
         self._silent = False
         self._lost = False
+        self._closing = False
 
     @classmethod
     def dial(cls, address: str, end: float) -> SocketChannel:
         """Raises `UnreachableError`."""
         stream = dial(address, left(end))
-        if stream.sock.family != socket.AF_UNIX:
-            _keep_alive(stream.sock)
+        keep_alive(stream.sock)
         return cls(stream, address)
 
     @property
@@ -75,21 +76,28 @@ class SocketChannel:
     def call(self, body: Message | None, end: float) -> Message | None:
         if self._silent:
             end = min(end, time.monotonic() + PATIENCE_S)
-        with _Held(self._lock, end):
-            if self._lost or self._stream.broken is not None:
-                raise UnreachableError(f"not connected to {self._address}")
-            request_id = self._session.number(body) if body is not None else 0
-            try:
-                answer = self._exchange(request_id, body, end)
-            except BaseException as error:
-                self._session.abandon(request_id)
-                self._silent = isinstance(error, DeadlineError)
-                # Without sense from here on; not closed, because somebody may be copying.
-                self._lost = isinstance(error, KvpoolError) and not self._silent
-                raise
+        try:
+            with _Held(self._lock, end):
+                answer = self._locked_call(body, end)
+        finally:
+            if self._closing:
+                self._close_if_idle()
         if self._outbox:
             self._flush()
         return answer
+
+    def _locked_call(self, body: Message | None, end: float) -> Message | None:
+        if self._lost or self._stream.broken is not None:
+            raise UnreachableError(f"not connected to {self._address}")
+        request_id = self._session.number(body) if body is not None else 0
+        try:
+            return self._exchange(request_id, body, end)
+        except BaseException as error:
+            self._session.abandon(request_id)
+            self._silent = isinstance(error, DeadlineError)
+            # Without sense from here on; not closed, because somebody may be copying.
+            self._lost = self._lost or (isinstance(error, KvpoolError) and not self._silent)
+            raise
 
     def _exchange(self, request_id: int, body: Message | None, end: float) -> Message | None:
         if self._outbox:
@@ -151,10 +159,17 @@ class SocketChannel:
             self._stream.send_buffers([frame[sent:]], deadline=REST_S)
 
     def close(self) -> None:
-        self._lost = True
-        self._stream.abort()  # whoever is in a call ends
-        with self._lock:
-            self._stream.close()
+        self._lost = self._closing = True
+        self._stream.abort()  # whoever is in a call ends, and closes
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        # Never waits for the lock: a finaliser may call amid a call of its own thread.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._stream.close()
+            finally:
+                self._lock.release()
 
     def forget(self) -> None:
         # A stream closes by itself in a fork child, without a byte to the parent's peer.
@@ -227,15 +242,6 @@ class _Held:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
-
-
-def _keep_alive(sock: socket.socket) -> None:
-    """Lets the kernel find out that a remote daemon's machine has vanished, in 20 seconds."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 20_000)
 
 
 _links: weakref.WeakSet[BlockingLink] = weakref.WeakSet()

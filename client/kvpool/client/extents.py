@@ -157,10 +157,16 @@ class PartFormat:
                 copy(target, source)
         self.write_head(extent, key, generation, sums if checksum else None)
 
-    def write_plane(self, extent: Bytes, key: bytes, plane: int, source: Bytes) -> int:
-        """Writes one plane and returns its checksum; `write_head` completes the chunk."""
+    def write_plane(
+        self, extent: Bytes, key: bytes, plane: int, source: Bytes, checksum: bool
+    ) -> int:
+        """Writes one plane and returns its checksum (0 if it is to have none); `write_head`
+        completes the chunk."""
         start = self.prologue + self.starts[plane]
         target = extent[start : start + source.size]
+        if not checksum:
+            copy(target, source)
+            return 0
         return copy_and_sum(target, source, [source.size], sum_seed(key, self.number))[0]
 
     def write_head(

@@ -49,12 +49,13 @@ class LocalStore:
 
     def handle(self, channel: LocalChannel, request: wire.Request) -> Message | None:
         """The answer to a request; what was posted before it goes first."""
-        with self._lock:
-            self._handle_posted()
-            self.service.reap()
-            answer = channel.serve(request)
-        self._flush()
-        return answer
+        try:
+            with self._lock:
+                self._handle_posted()
+                self.service.reap()
+                return channel.serve(request)
+        finally:
+            self._flush()
 
     def post(self, channel: LocalChannel, request: wire.Request) -> None:
         """Handles `request` soon. Never blocks: a finaliser may call amid another request."""

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from google.protobuf.message import Message
 
 from kvpool.proto import wire_pb2 as wire
-from kvpool.proto.errors import DeadlineError, KvpoolError, from_code
+from kvpool.proto.errors import DeadlineError, InvalidError, KvpoolError, from_code
 
 BACKOFF_S_MIN = 0.05
 BACKOFF_S_MAX = 1.0
+DEADLINE_S_MAX = 1e6
 PATIENCE_S = 1.0
 """Longest wait for a daemon that has let a deadline pass and was not heard since."""
 
@@ -51,6 +52,13 @@ def raise_error(message: Message | None) -> Message | None:
     if isinstance(message, wire.Error):
         raise from_code(message.code, message.text)
     return message
+
+
+def end_after(seconds: float) -> float:
+    """The end of a deadline on the monotonic clock. Raises `InvalidError` for one without end."""
+    if not seconds <= DEADLINE_S_MAX:
+        raise InvalidError(f"a deadline of {seconds} s; at most {DEADLINE_S_MAX:g} s are possible")
+    return time.monotonic() + seconds
 
 
 def left(end: float) -> float:

@@ -182,7 +182,9 @@ class Publishing:
             if slot is None:
                 return
             form, extent = self.form, self._extent(slot)
-            slot.sums[plane] = form.write_plane(extent, self.key(chunk), plane, source)
+            slot.sums[plane] = form.write_plane(
+                extent, self.key(chunk), plane, source, self.checksum
+            )
             if len(slot.sums) == form.planes:
                 sums = [slot.sums[i] for i in range(form.planes)] if self.checksum else None
                 form.write_head(extent, self.key(chunk), slot.generation, sums)

@@ -109,8 +109,8 @@ def pull(match: Match, namespace: Namespace, into: object, wanted: Wanted) -> St
     targets = destinations(into, selections)
     outcomes: Outcomes = np.full(len(selections), PENDING, np.uint8)
     verified = np.zeros(len(selections), np.bool_)
-    error = ""
     grant = match.grant
+    error = "" if grant is not None or not selections else "the match holds no lease"
     if selections and grant is not None:
         first = start // size
         column = grant.extents[first : first + len(selections), grant.parts.index(number)]
