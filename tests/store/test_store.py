@@ -357,6 +357,14 @@ def test_a_reserve_of_too_many_chunks_is_refused() -> None:
         world.store.reserve(session, known.id, b"", b"".join(chain("x", 129)))
 
 
+def test_a_parent_that_is_no_key_is_refused() -> None:
+    world = World()
+    known, session = world.open(WHOLE), world.session()
+    for parent in (bytes(31), bytes(64)):
+        with pytest.raises(InvalidError, match=r"parent key of \d\d bytes; 0 \(none\) or 32"):
+            world.store.reserve(session, known.id, parent, chain("x", 1)[0])
+
+
 def test_chunks_can_be_reserved_below_one_that_is_still_being_written() -> None:
     world = World()
     known, first, second = world.open(WHOLE), world.session(), world.session()
@@ -478,6 +486,7 @@ def test_keys_are_listed_page_by_page_and_each_once() -> None:
     expected = [(red.id, k) for k in chain("x", 5)] + [(other.id, k) for k in chain("y", 2)]
     assert sorted(listed) == sorted(expected)
     assert world.store.keys(session, other.id)[1] == [other.id] * 2
+    assert len(world.store.keys(session, limit=0)[1]) == 1, "a page makes progress"
     assert world.store.keys(session, blue.id) == (b"", [], 0)
 
 

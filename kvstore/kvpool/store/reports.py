@@ -42,12 +42,12 @@ def explain(room: Room, known: KnownNamespace, key: bytes, now: float) -> Explan
 def page(
     index: Index, namespaces: Sequence[int], cursor: int, limit: int
 ) -> tuple[bytes, list[int], int]:
-    """Up to `limit` stored keys of `namespaces` from row `cursor` on; see `Store.keys`."""
+    """Up to `limit` (at least 1) stored keys of `namespaces` from row `cursor` on; see `Store.keys`."""
     rows = index.linked_rows()
     rows = rows[(rows >= cursor) & (index.resident[rows] != 0)]
     rows = rows[np.isin(index.namespace[rows], namespaces)]
-    listed = rows[:limit]
-    following = int(listed[-1]) + 1 if len(rows) > limit else 0
+    listed = rows[: max(1, limit)]
+    following = int(listed[-1]) + 1 if len(rows) > len(listed) else 0
     keys = b"".join(index.key_bytes(row) for row in listed.tolist())
     return keys, index.namespace[listed].tolist(), following
 

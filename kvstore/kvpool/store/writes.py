@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.proto.errors import InvalidError
+from kvpool.proto.keys import KEY_BYTES
 from kvpool.proto.outcomes import Outcome
 from kvpool.store.index import LINKED, NO_ROW, ORPHAN, ORPHANED, ROOT, UNLINKED, Rows
 from kvpool.store.leases import Lease, WriteItem
@@ -61,6 +62,8 @@ class Writes:
         limit = self._room.options.reserve_max
         if len(names) > limit:
             raise InvalidError(f"{len(names)} chunks in one reserve; 1 to {limit} are allowed")
+        if len(parent) not in (0, KEY_BYTES):
+            raise InvalidError(f"a parent key of {len(parent)} bytes; 0 (none) or {KEY_BYTES}")
         if len({*names, parent}) != len(names) + 1:
             raise InvalidError("the chain holds the same key twice")
         indices = known.namespace.part_indices(parts)
