@@ -42,7 +42,7 @@ def explain(room: Room, known: KnownNamespace, key: bytes, now: float) -> Explan
 def page(
     index: Index, namespaces: Sequence[int], cursor: int, limit: int
 ) -> tuple[bytes, list[int], int]:
-    """Up to `limit` (at least 1) stored keys of `namespaces` from row `cursor` on; see `Store.keys`."""
+    """`limit` (at least 1) stored keys of `namespaces` from row `cursor` on; see `Store.keys`."""
     rows = index.linked_rows()
     rows = rows[(rows >= cursor) & (index.resident[rows] != 0)]
     rows = rows[np.isin(index.namespace[rows], namespaces)]
