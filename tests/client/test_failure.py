@@ -42,7 +42,7 @@ from tests.store.daemons import eventually
 
 SOON = 2.0
 """Seconds that a call with a short deadline may take on a busy machine."""
-SHORT = 0.15
+SHORT = 0.1
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def dial(request: pytest.FixtureRequest) -> Iterator[Connect]:
 
 def rest() -> None:
     """Longer than the first pause of the back-off."""
-    time.sleep(0.12)
+    time.sleep(0.07)
 
 
 def in_time(call: Callable[[], Any]) -> Any:
@@ -351,9 +351,10 @@ def test_an_answer_to_nobody_is_ignored(scripted: ScriptedDaemon, dial: Connect)
 
 @pytest.mark.parametrize("error", BY_CODE.values())
 def test_every_error_of_the_store_is_an_outcome_of_match_and_publish(
-    scripted: ScriptedDaemon, dial: Connect, error: type[KvpoolError]
+    scripted: ScriptedDaemon, error: type[KvpoolError]
 ) -> None:
-    session = dial(scripted.address).open(namespace())
+    client = connect(scripted.address)
+    session = client.open(namespace())
     body = protocol.error_body(error("because"))
     scripted.script["match"] = scripted.script["reserve"] = says(body)
     match = session.match(prompt(2))
@@ -370,6 +371,7 @@ def test_every_error_of_the_store_is_an_outcome_of_match_and_publish(
         Outcome.STALE_EPOCH,
     }
     assert "because" in published.text and not published.stored
+    client.close()
 
 
 @pytest.mark.parametrize(
