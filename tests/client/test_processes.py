@@ -92,6 +92,13 @@ def leases(client: Client) -> int:
     return int(client.status()["domains"]["local"]["leases"])
 
 
+def worker_of(daemon: RunningDaemon) -> int:
+    """Process id of the only data worker."""
+    pid = daemon.process.pid
+    (worker,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(worker)
+
+
 def refill(session: Session, capacities: int, generation: int = 1) -> None:
     """Publishes, reads and checks chunks of `capacities` times the pool."""
     for seed in range(100, 100 + capacities * CAPACITY // NBYTES // 4):
@@ -229,9 +236,7 @@ def test_a_killed_data_worker_costs_misses_until_the_next_one_runs(
         match = session.match(tokens)
         out = session.payload(2)
         assert session.pull(match, out).ok
-        children = Path(f"/proc/{small.process.pid}/task/{small.process.pid}/children")
-        (worker,) = map(int, children.read_text().split())
-        os.kill(worker, signal.SIGKILL)
+        os.kill(worker_of(small), signal.SIGKILL)
         lost = session.pull(match, out)
         assert lost.outcomes.tolist() == [Outcome.UNREACHABLE] * 2 and lost.error
         match.release()
@@ -243,6 +248,26 @@ def test_a_killed_data_worker_costs_misses_until_the_next_one_runs(
 
         eventually(streamed, "bytes are streamed again")
         assert check(session, tokens) == 2
+
+
+def test_a_stopped_data_worker_costs_a_deadline(small: RunningDaemon, client: Client) -> None:
+    with connect(small.ready["tcp"]) as remote:
+        session = remote.open(space("stopped worker"))
+        tokens = prompt(2)
+        assert session.publish(tokens, payloads(session, tokens, 1)).stored
+        with session.match(tokens) as match:
+            out = session.payload(2)
+            worker = worker_of(small)
+            os.kill(worker, signal.SIGSTOP)
+            started = time.monotonic()
+            late = session.pull(match, out, deadline_s=0.3)
+            missed = session.publish(prompt(1, seed=1), [bytes(NBYTES)], deadline_s=0.3)
+            assert time.monotonic() - started < 4
+            os.kill(worker, signal.SIGCONT)
+            assert late.outcomes.tolist() == [Outcome.UNREACHABLE] * 2 and late.error
+            assert missed.outcomes.tolist() == [Outcome.UNREACHABLE]
+            assert session.pull(match, out).ok
+    eventually(lambda: leases(client) == 0, "nothing is held")
 
 
 # ---- trust domains
