@@ -17,7 +17,7 @@ messages that nest others, which parse to 30 times their size, at most `NESTED_M
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import NamedTuple
 
 from google.protobuf.message import DecodeError, Message
 
@@ -47,13 +47,35 @@ _NESTED_RESPONSES = frozenset({wire.Response.WELCOME_FIELD_NUMBER})
 _TOP_FIELDS_MAX = 16
 
 
-def _field_names(envelope: type[Message]) -> dict[str, str]:
-    kinds = ((f.message_type, f.name) for f in envelope.DESCRIPTOR.oneofs_by_name["body"].fields)
-    return {message.full_name: name for message, name in kinds if message is not None}
+class _Kind(NamedTuple):
+    """How a message travels in its envelope."""
+
+    tag: bytes
+    """Its field's key on the wire (number << 3 | length-delimited)."""
+    nested: bool
+    """It has repeated fields, so its size is limited."""
 
 
-_REQUEST_FIELD = _field_names(wire.Request)
-_RESPONSE_FIELD = _field_names(wire.Response)
+def _kinds(envelope: type[Message], nested: frozenset[int]) -> dict[type[Message], _Kind]:
+    kinds = {}
+    for field in envelope.DESCRIPTOR.oneofs_by_name["body"].fields:
+        assert field.message_type is not None
+        message: type[Message] = getattr(wire, field.message_type.name)
+        kinds[message] = _Kind(_as_varint(field.number << 3 | 2), field.number in nested)
+    return kinds
+
+
+def _as_varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+_REQUESTS = _kinds(wire.Request, _NESTED_REQUESTS)
+_RESPONSES = _kinds(wire.Response, _NESTED_RESPONSES)
 
 
 class State(Enum):
@@ -75,7 +97,7 @@ def common_version(minimum: int, maximum: int) -> int:
 
 def request_body(request_id: int, body: Message) -> bytes:
     """The body of one request's frame; id 0 wants no response."""
-    return _serialized(wire.Request, _REQUEST_FIELD, _NESTED_REQUESTS, request_id, body)
+    return _serialized(_REQUESTS, "Request", request_id, body)
 
 
 def request_frame(request_id: int, body: Message) -> bytes:
@@ -85,7 +107,7 @@ def request_frame(request_id: int, body: Message) -> bytes:
 
 def response_body(request_id: int, body: Message) -> bytes:
     """The body of one response's frame."""
-    return _serialized(wire.Response, _RESPONSE_FIELD, _NESTED_RESPONSES, request_id, body)
+    return _serialized(_RESPONSES, "Response", request_id, body)
 
 
 def response_frame(request_id: int, body: Message) -> bytes:
@@ -133,19 +155,19 @@ def parse_response(body: bytes) -> tuple[int, Message]:
 
 
 def _serialized(
-    envelope: type[Message],
-    names: dict[str, str],
-    nested: frozenset[int],
-    request_id: int,
-    message: Message,
+    kinds: dict[type[Message], _Kind], envelope: str, request_id: int, message: Message
 ) -> bytes:
-    name = names.get(message.DESCRIPTOR.full_name)
-    if name is None:
-        raise InvalidError(f"{message.DESCRIPTOR.name} is no kind of {envelope.DESCRIPTOR.name}")
-    fields: dict[str, Any] = {name: message, "id": request_id}
-    body = envelope(**fields).SerializeToString()
-    number = envelope.DESCRIPTOR.fields_by_name[name].number
-    if number in nested and len(body) > NESTED_MAX:
+    """The envelope around `message`, as protobuf would encode it, but without a copy of the
+    message: id (field 1, left out if 0), then the message as a length-delimited field."""
+    kind = kinds.get(type(message))
+    if kind is None:
+        raise InvalidError(f"{message.DESCRIPTOR.name} is no kind of {envelope}")
+    if not 0 <= request_id < 1 << 64:
+        raise InvalidError(f"request id {request_id} is no unsigned 64-bit number")
+    content = message.SerializeToString()
+    number = b"\x08" + _as_varint(request_id) if request_id else b""
+    body = b"".join((number, kind.tag, _as_varint(len(content)), content))
+    if kind.nested and len(body) > NESTED_MAX:
         raise TooLargeError(
             f"{message.DESCRIPTOR.name} has {len(body)} bytes; the limit is {NESTED_MAX}"
         )
