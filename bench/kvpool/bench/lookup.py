@@ -1,8 +1,8 @@
 """`kvpool bench lookup`: what a match costs, with and without a second client that publishes.
 
-Chunks are as small as they can be (one plane of 64 bytes), because the index does not care. Every
-round measures a one-byte ping-pong and each batch size on the same connection, one after another,
-so that noise of the machine hits all of them alike.
+Chunks are as small as they can be (one plane of 64 bytes), because the index does not care. Each
+sample is a ping-pong (an empty frame each way) and a match, one after the other on one connection,
+so that noise of the machine hits both alike.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvpool.proto.keys import KEY_BYTES
 
 PAYLOAD = 64
 EXTENT = 256  # prologue of 192 bytes and the payload
-CHAIN = 128
+CHAIN = 32
 CHURN = 1 << 15
 """Rows beyond the measured chunks, which the second client fills and evicts."""
 BATCHES = (1, 128, 1024)
@@ -123,9 +123,12 @@ def _measure(
     for round_number in range(rounds):
         progress(f"load {load}: round {round_number + 1} of {rounds}")
         for batch in batches:
-            pings = [client.ping() for _ in range(samples)]
-            asked = [_distinct(table, batch, rng) for _ in range(samples)]
-            matches = [_one_match(session, packed) for packed in asked]
+            pings, matches = [], []
+            for _ in range(samples):
+                asked = _distinct(table, batch, rng)
+                client.ping()  # the daemon has nothing left to do, so both samples find it idle
+                pings.append(client.ping())
+                matches.append(_one_match(session, asked))
             found[batch].pings += pings
             found[batch].matches += matches
             found[batch].excess.append(median(matches) - median(pings))

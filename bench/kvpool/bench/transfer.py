@@ -23,7 +23,7 @@ from kvpool.client import Namespace, Session, connect, native
 from kvpool.proto.errors import KvpoolError
 from kvpool.transfer.copying import copy
 
-TOTAL = 128 << 20
+TOTAL = 256 << 20
 """Bytes of one operation: more than any cache."""
 SIZES = (2 << 20, 8 << 20, 32 << 20)
 LAYERS = 32

@@ -54,7 +54,7 @@ def lookup(chunks: int, rounds: int, samples: int, as_json: bool) -> None:
 def transfer(
     transports: tuple[str, ...], sizes: tuple[int, ...], rounds: int, as_json: bool
 ) -> None:
-    """Pull, publish and borrow 128 MiB at a time, beside memcpy and a bare socket."""
+    """Pull, publish and borrow 256 MiB at a time, beside memcpy and a bare socket."""
     from kvpool.bench import transfer as bench_transfer
     from kvpool.bench.report import emit
 

@@ -68,6 +68,8 @@ class ControlProtocol(asyncio.Protocol):
         self._full = False
         """The peer does not take its answers."""
         self._deaf = False
+        self._paused = False
+        """Its bytes are not read."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
@@ -114,10 +116,10 @@ class ControlProtocol(asyncio.Protocol):
         """Reads only while nothing is pending and the peer takes its answers."""
         if self._deaf or self._transport.is_closing():
             return
-        if self._full or self._pending:
-            self._transport.pause_reading()
-        else:
-            self._transport.resume_reading()
+        pause = bool(self._full or self._pending)
+        if pause is not self._paused:
+            self._paused = pause
+            (self._transport.pause_reading if pause else self._transport.resume_reading)()
         if self._pending and not self._full and not self._working:
             self._working = True
             asyncio.get_running_loop().call_soon(self._work)
@@ -157,6 +159,7 @@ class ControlProtocol(asyncio.Protocol):
         if not self._connection.attached:
             self._transport.close()
         else:
+            self._paused = False
             self._transport.resume_reading()  # to notice when it closes its end
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -170,6 +171,7 @@ async def run(daemon: Daemon, announce: Callable[[Daemon], None]) -> None:
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             await starting
+            _settle_garbage_collector()
             announce(daemon)
             await stopping
             if not await daemon.drain():
@@ -179,6 +181,14 @@ async def run(daemon: Daemon, announce: Callable[[Daemon], None]) -> None:
         stopping.cancel()
         await asyncio.gather(starting, stopping, return_exceptions=True)
         await daemon.close()
+
+
+def _settle_garbage_collector() -> None:
+    """What was made so far stays: the collector need not look at it again. Requests leave no
+    cycles behind, so it is enough to look rarely; a full look stalls every client meanwhile."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 def serve(config: ServeConfig, *, announce_json: bool = False) -> None:
