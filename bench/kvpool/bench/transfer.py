@@ -28,6 +28,7 @@ TOTAL = 256 << 20
 SIZES = (2 << 20, 8 << 20, 32 << 20)
 LAYERS = 32
 BORROWS = 21
+START_S = 30.0
 GB = 1e9
 
 
@@ -273,6 +274,9 @@ def bare_socket(size: int) -> Iterator[BareSocket]:
     ours, theirs = context.Pipe()
     process = context.Process(target=bare_peer, args=(theirs, size))
     process.start()
+    if not ours.poll(START_S):
+        process.kill()
+        raise BenchError(f"the yardstick's peer did not start within {START_S:g} s")
     sock = socket.create_connection(("127.0.0.1", ours.recv()))
     try:
         assert process.pid is not None
