@@ -121,9 +121,8 @@ def test_an_empty_publication_is_no_error(session: Session) -> None:
 # ---- several writers
 
 
+@pytest.mark.parametrize("place", ["embedded", "unix async"], indirect=True)  # tcp reserves nothing
 def test_a_chunk_that_somebody_writes_is_left_to_them(place: Place, session: Session) -> None:
-    if not place.mapped:
-        pytest.skip("what is staged is not reserved")
     tokens, stored = prompt(2), kv(2)
     other = place.connect().open(session.namespace)
     with session.publication(tokens) as publication:
@@ -137,11 +136,10 @@ def test_a_chunk_that_somebody_writes_is_left_to_them(place: Place, session: Ses
     assert np.array_equal(pulled(other, tokens, 2), stored)
 
 
+@pytest.mark.parametrize("place", ["tcp"], indirect=True)  # the others reserve before they write
 def test_the_first_commit_wins_over_a_stream(place: Place, session: Session) -> None:
     tokens, stored = prompt(1), kv(1)
     other = place.connect().open(session.namespace)
-    if place.mapped:
-        pytest.skip("a mapped writer reserves before it writes")
     with session.publication(tokens) as publication:
         publication.write(0, kv(1, seed=4)[0])
         assert other.publish(tokens, list(stored)).stored

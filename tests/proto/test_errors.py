@@ -74,10 +74,8 @@ def test_an_error_crosses_the_wire_and_is_copied_whole(kind: type[KvpoolError]) 
         assert str(error) == "why"
 
 
-@pytest.mark.parametrize("code", [0, 13, 2**32 - 1, -1])
+@pytest.mark.parametrize("code", sorted({0, 13, 2**32 - 1, -1} - set(BY_CODE)))
 def test_a_code_that_only_a_newer_peer_knows_is_internal_and_keeps_its_text(code: int) -> None:
-    if code in BY_CODE:
-        pytest.skip("known by now")
     error = from_code(code, "why")
     assert type(error) is InternalError
     assert str(error) == "why"
