@@ -5,12 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 
 from kvpool.proto.errors import ConfigError
-from kvpool.store.eviction.base import Evictable, Policy
+from kvpool.store.eviction.base import Evictable, Facts, Policy
 
 # Imported on first use, so that a policy that nobody chose costs nothing.
 _POLICIES = {
     "lru": "kvpool.store.eviction.lru:LruPolicy",
+    "phz": "kvpool.store.eviction.phz:PhzPolicy",
 }
+_WITHOUT_FACTS = {"lru"}
 
 
 def policy_names() -> tuple[str, ...]:
@@ -18,10 +20,13 @@ def policy_names() -> tuple[str, ...]:
     return tuple(_POLICIES)
 
 
-def make_policy(name: str, capacity: int, evictable: Evictable) -> Policy:
+def make_policy(
+    name: str, capacity: int, evictable: Evictable, facts: Facts | None = None
+) -> Policy:
     """A new, empty policy for rows below `capacity`. `ConfigError` for an unknown name."""
     if name not in _POLICIES:
         raise ConfigError(f"there is no eviction policy {name!r}; choose {', '.join(_POLICIES)}")
     module, _, kind = _POLICIES[name].partition(":")
-    policy: Policy = getattr(import_module(module), kind)(capacity, evictable)
+    known = () if name in _WITHOUT_FACTS else (facts,)
+    policy: Policy = getattr(import_module(module), kind)(capacity, evictable, *known)
     return policy

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,26 @@ Evictable = Callable[[Rows], NDArray[np.bool_]]
 """True where a row may go now: it has no children, lease or pin. The store's knowledge."""
 Gone = Callable[[int], int]
 """Takes a victim out of the store; returns its parent if that may go now, else -1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a policy may ask of the store beside `Evictable`, about known rows; each is optional."""
+
+    tags: Callable[[Rows], NDArray[np.uint64]] | None = None
+    """64 bits of each row's key: by them a policy recognises a chunk that left and came back."""
+    depths: Callable[[Rows], NDArray[np.int64]] | None = None
+    """Chunks above each row in its chain."""
+    next_uses: Callable[[Rows], NDArray[np.int64]] | None = None
+    """When each row will be used next, in any ascending unit: known to replays only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What an engine tells about the future of a chain; None: nothing."""
+
+    will_continue: float | None = None
+    """Probability that the session goes on."""
 
 
 class Policy(Protocol):
@@ -82,6 +103,25 @@ class Policy(Protocol):
 
     def check_integrity(self) -> None:
         """`AssertionError` if the policy contradicts itself. Costs O(capacity)."""
+
+
+@runtime_checkable
+class TakesHints(Protocol):
+    """A policy that hints are not lost on."""
+
+    def hint(self, rows: Rows, hint: Hint) -> None:
+        """What is told of these known rows; holds until their next use."""
+
+
+@runtime_checkable
+class Learns(Protocol):
+    """A policy whose experience is worth keeping across restarts."""
+
+    def dump(self) -> bytes:
+        """What it learned."""
+
+    def load(self, dumped: bytes) -> None:
+        """Starts from what another life learned. `ValueError` if these are other bytes."""
 
 
 def evict_in_turn(policy: Policy, n: int, gone: Gone) -> int:

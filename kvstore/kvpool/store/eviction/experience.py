@@ -1,0 +1,215 @@
+"""What a learning policy knows of each row, and what it learned from all of them.
+
+Every row has an age (references since its last use) and a class: how many chunks its request
+brought that were never seen before, how often it was used, and what a hint says of it. `Hazards`
+learns when each class is used again. Rows that left are remembered as ghosts, so that a chunk that
+returns teaches as much as one that stayed. `Guard` says whether to trust what was learned.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.store.eviction.base import Facts, Rows
+from kvpool.store.eviction.ghosts import Classes, Ghosts, Stamps
+from kvpool.store.eviction.guard import Guard
+from kvpool.store.eviction.hazards import BUCKETS, KINDS, LIMITS, Hazards, buckets_of
+from kvpool.store.eviction.shadow import LruShadow
+
+_GHOSTS_PER_ROW = 4
+_BREADTHS = np.array([0, 1, 4, 8, 16])
+"""Never seen chunks of a request: at most this many, of breadths 0, 1, ... and 5 beyond."""
+_LESSON_ROWS = 4096
+"""Uses that are learned from at once."""
+_RANK_REFERENCES_MIN = 4096
+_CENSUS = 4096
+"""Rows and ghosts that a ranking looks at."""
+
+_CLASS = np.arange(256)
+_TOUCHED = (_CLASS % KINDS + (_CLASS % 3 < 2)).astype(np.uint8)
+"""The class after a use: one more touch, no hint."""
+_LIMITS: list[float] = LIMITS[1:-1].tolist()
+
+Entry = tuple[float, int, int]
+"""(value, stamp, row): what is least goes first."""
+
+
+class _Census(NamedTuple):
+    """A sample of what waits for its next use."""
+
+    stamps: Stamps
+    classes: Classes
+    weights: NDArray[np.float64]
+    """Entries that each stands for."""
+
+
+class Experience:
+    """Memory: 17 bytes per row of the capacity, 18 per ghost."""
+
+    def __init__(self, capacity: int, facts: Facts, *, seed: int, cost_per_chunk: float) -> None:
+        self._capacity = capacity
+        self._tags = facts.tags
+        self._depths = facts.depths if cost_per_chunk else None
+        self._cost = cost_per_chunk
+        self._random = np.random.default_rng(seed)
+        self.stamps = np.zeros(capacity, np.int64)
+        """Last use by row, in references; 0 for rows that are not known."""
+        self._classes = np.zeros(capacity, np.uint8)
+        self._tag = np.zeros(capacity if facts.tags else 0, np.uint64)
+        self.stamps_at = memoryview(self.stamps)
+        self._classes_at, self._tag_at = memoryview(self._classes), memoryview(self._tag)
+        self._rows_end = 0  # all known rows are below
+        self._clock = 0  # references so far, and the newest stamp
+        self.ghosts = Ghosts(_GHOSTS_PER_ROW * capacity)
+        self.hazards = Hazards()
+        self._index_at = memoryview(self.hazards.index.reshape(-1))
+        self._next_rank = _RANK_REFERENCES_MIN
+        self._lessons: dict[bool, list[tuple[Classes, Stamps]]] = {True: [], False: []}
+        self._lesson_rows = 0
+        self._shadow = LruShadow(capacity)
+        self.guard = Guard(capacity)
+        self._own_hits = 0
+        self._met: list[Stamps] = []  # earlier stamps of what was used since the last review
+
+    # ---- what happens to rows
+
+    def admit(self, rows: Rows) -> None:
+        """New rows get a class, from what is remembered of them if they were here before."""
+        fresh = len(rows)
+        classes = np.zeros(fresh, np.uint8)
+        if self._tags is not None:
+            self._tag[rows] = tags = self._tags(rows)
+            back, ghosts = self.ghosts.take(tags)
+            if len(back):
+                fresh -= len(back)
+                classes[back] = _TOUCHED[ghosts.classes] % 3
+                self._meet(ghosts.classes, ghosts.stamps, len(rows))
+        self._classes[rows] = classes + 3 * int(_BREADTHS.searchsorted(fresh))
+        self._rows_end = max(self._rows_end, int(rows.max()) + 1)
+        self._stamp(rows)
+
+    def use(self, rows: Rows) -> None:
+        """Known rows get new stamps, the deepest the oldest, and teach by their ages."""
+        classes = self._classes[rows]
+        self._meet(classes, self.stamps[rows], len(rows))
+        self._classes[rows] = _TOUCHED[classes]
+        self._own_hits += len(rows)
+        self._stamp(rows)
+
+    def hint(self, rows: Rows, level: int) -> None:
+        """Until their next use, known rows belong to this hint's classes."""
+        self._classes[rows] = self._classes[rows] % KINDS + KINDS * level
+
+    def leave(self, row: int) -> None:
+        """A known row became a ghost."""
+        if self._tags is not None:
+            entry = self._tag_at[row], self.stamps_at[row], self._classes_at[row]
+            if self.ghosts.add(*entry):
+                self._bury()
+        self.stamps_at[row] = 0
+
+    def review(self) -> bool:
+        """After some requests; True if entries made before are worthless now."""
+        used = self._clock - self._shadow.newest
+        met = np.concatenate(self._met) if self._met else np.empty(0, np.int64)
+        self._met = []
+        changed = self.guard.account(used, self._own_hits, self._shadow.use(used, met))
+        self._own_hits = 0
+        if self._clock >= self._next_rank:
+            self._rank()
+            changed = True
+        return changed
+
+    # ---- order
+
+    def values(self, rows: Rows) -> NDArray[np.float64]:
+        """The less, the sooner a row goes; equal ones by their stamps."""
+        stamps = self.stamps[rows]
+        if not self.guard.trusts:
+            return stamps.astype(np.float64)
+        buckets = buckets_of(self._clock - stamps)
+        values: NDArray[np.float64] = self.hazards.index[self._classes[rows], buckets]
+        if self._depths is not None:
+            values *= 1 + self._cost * self._depths(rows)
+        return values
+
+    def entry(self, row: int) -> Entry:
+        """`values` of one row, several times faster."""
+        stamp = self.stamps_at[row]
+        if not self.guard.trusts:
+            return float(stamp), stamp, row
+        bucket = bisect_right(_LIMITS, self._clock - stamp)
+        value: float = self._index_at[self._classes_at[row] * BUCKETS + bucket]
+        if self._depths is not None:
+            value *= 1 + self._cost * float(self._depths(np.array([row], np.int32))[0])
+        return value, stamp, row
+
+    # ---- learning
+
+    def dump(self) -> bytes:
+        self._study()
+        return self.hazards.dump()
+
+    def load(self, dumped: bytes) -> None:
+        self.hazards.load(dumped)
+        self._index_at = memoryview(self.hazards.index.reshape(-1))
+        self.guard = Guard(self._capacity, learned=True)
+
+    def _stamp(self, rows: Rows) -> None:
+        count = len(rows)
+        self.stamps[rows] = np.arange(self._clock + count, self._clock, -1)
+        self._clock += count
+
+    def _meet(self, classes: Classes, stamps: Stamps, used: int) -> None:
+        """Entries are used again, among `used` rows."""
+        self._met.append(stamps)
+        self._learn(classes, self._clock + used - stamps, hit=True)
+
+    def _bury(self) -> None:
+        lost = self.ghosts.bury()
+        self._learn(lost.classes, self._clock - lost.stamps, hit=False)
+
+    def _learn(self, classes: Classes, ages: Stamps, *, hit: bool) -> None:
+        self._lessons[hit].append((classes, ages))
+        self._lesson_rows += len(ages)
+        if self._lesson_rows >= _LESSON_ROWS:
+            self._study()
+
+    def _study(self) -> None:
+        for hit, lessons in self._lessons.items():
+            if lessons:
+                classes, ages = (np.concatenate(column) for column in zip(*lessons, strict=True))
+                self.hazards.observe(classes, ages, hit=hit)
+                lessons.clear()
+        self._lesson_rows = 0
+
+    def _rank(self) -> None:
+        """Learns from all until now, and from a sample of what still waits for its next use."""
+        self._bury()
+        self._study()
+        rows, ghosts = self._census_of_rows(), self._census_of_ghosts()
+        self.hazards.rank(
+            np.append(rows.classes, ghosts.classes),
+            self._clock - np.append(rows.stamps, ghosts.stamps),
+            np.append(rows.weights, ghosts.weights),
+        )
+        self._index_at = memoryview(self.hazards.index.reshape(-1))
+        self._next_rank = self._clock + max(_RANK_REFERENCES_MIN, self._capacity)
+
+    def _census_of_rows(self) -> _Census:
+        rows = np.arange(self._rows_end)
+        if self._rows_end > _CENSUS:
+            rows = self._random.integers(0, self._rows_end, _CENSUS)
+        weight = self._rows_end / max(1, len(rows))
+        rows = rows[self.stamps[rows] > 0]
+        return _Census(self.stamps[rows], self._classes[rows], np.full(len(rows), weight))
+
+    def _census_of_ghosts(self) -> _Census:
+        slots = self._random.integers(0, self.ghosts.capacity, _CENSUS)
+        stamps, classes = self.ghosts.sample(slots)
+        weights = np.full(len(stamps), self.ghosts.capacity / _CENSUS)
+        return _Census(stamps, classes, weights)

@@ -1,0 +1,62 @@
+"""Whether a learned order may be trusted: only while it keeps up with plain LRU.
+
+Both are measured in hits, the policy's own and those of an exact LRU of the same capacity
+(`shadow`). Until the learned tables have seen a few turnovers of the store, and for a while after
+the policy fell behind, its order is LRU's. That while is short and doubles with each failure that
+follows another, so that a bad quarter of an hour costs little and a hopeless load is left alone.
+"""
+
+from __future__ import annotations
+
+_LEARNING_TURNOVERS = 3
+"""Capacities of references before the learned order is used at all."""
+_LOSS_OF_CAPACITY = 0.02
+_LOSS_OF_REFERENCES = 0.001
+_LOSS_OF_LEAD = 0.25
+_LOSS_MIN = 8
+"""Hits that it may fall back from its best: the smaller of the first two, plus the others."""
+_PAUSE_TURNOVERS = 0.5
+_PAUSE_DOUBLINGS_MAX = 6
+
+
+class Guard:
+    """Compares a policy with LRU as it goes. `learned`: tables were loaded, so trust at once."""
+
+    def __init__(self, capacity: int, *, learned: bool = False) -> None:
+        self._capacity = capacity
+        self.references = 0
+        self.lead = 0
+        """Own hits beyond those of LRU."""
+        self.failures = 0
+        self._until = 0 if learned else _LEARNING_TURNOVERS * capacity
+        self._doublings = 0
+        self._best = self._start = 0
+        self.trusts = learned
+
+    def account(self, references: int, own: int, lru: int) -> bool:
+        """After a request with these hits; True if `trusts` has changed."""
+        self.references += references
+        self.lead += own - lru
+        if self.trusts:
+            return self._watch()
+        if self.references < self._until:
+            return False
+        self.trusts = True
+        self._best = self._start = self.lead
+        return True
+
+    def _watch(self) -> bool:
+        self._best = max(self._best, self.lead)
+        allowance = _LOSS_MIN + min(
+            _LOSS_OF_CAPACITY * self._capacity, _LOSS_OF_REFERENCES * self.references
+        )
+        if self.lead > self._start + allowance:
+            self._doublings = 0
+        if self._best - self.lead <= allowance + _LOSS_OF_LEAD * max(0, self._best):
+            return False
+        pause = _PAUSE_TURNOVERS * self._capacity * 2**self._doublings
+        self._until = self.references + int(pause)
+        self._doublings = min(self._doublings + 1, _PAUSE_DOUBLINGS_MAX)
+        self.failures += 1
+        self.trusts = False
+        return True

@@ -1,0 +1,369 @@
+"""Prefix hazard: evict what has the lowest rate of reuse per reference of keeping it.
+
+`Experience` values each row: the Gittins index of its class and age, learned from all uses. Victims
+are the least of a sample of the leaves; the parent that an eviction frees competes at once. While
+the learned values do not beat plain LRU, stamps take their place, and the order is LRU's.
+
+    touch, admit, hint ──► pending ──► experience ──► value of (class, age)
+                                                             │
+    unblock ──► members: rows that may go ──► sample ──► queue, the least first ──► victims, evict
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import islice
+
+import numpy as np
+
+from kvpool.store.eviction.base import Evictable, Facts, Gone, Hint, Rows
+from kvpool.store.eviction.experience import Entry, Experience
+from kvpool.store.eviction.members import Members
+
+SAMPLE_ROWS = 1024
+QUEUE_SHARE = 64
+"""Of this many sampled leaves, one becomes a victim: as good as the least of 64."""
+_QUEUE_MIN = 16
+_FRESH_ROWS = 4096
+_PENDING_ROWS = 4096
+"""Uses and new rows that may wait for being looked at; bounds the pause."""
+_HINT_STEPS = np.array([1 / 3, 2 / 3])
+"""Borders between the classes of hinted probabilities."""
+
+# States of a row.
+_UNKNOWN = 0
+_FRESH = 1  # nobody has asked yet whether it may go
+_OPEN = 2  # a member: it could go when last looked at
+_BLOCKED = 3
+_FIRST = 4  # demoted, and in the heap of those
+
+# What is pending: a hint's level, or one of these.
+_ADMIT = -2
+_TOUCH = -1
+
+
+class PhzPolicy:
+    """See `kvpool.store.eviction.base.Policy`.
+
+    Memory: 26 bytes per row of the capacity and 18 per ghost, of which there are 4 to 8 per row.
+    Time: a request costs a few array operations, a victim its share of a sample; learning and
+    ranking are done every few thousand references and take a few milliseconds.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        evictable: Evictable,
+        facts: Facts | None = None,
+        *,
+        seed: int = 0,
+        cost_per_chunk: float = 0.0,
+    ) -> None:
+        """`cost_per_chunk`: what recomputing a chunk costs more for each chunk above it, as a
+        share of what the first one costs. 0: all hits are worth the same."""
+        self._evictable = evictable
+        self._experience = Experience(
+            capacity, facts or Facts(), seed=seed, cost_per_chunk=cost_per_chunk
+        )
+        self._random = np.random.default_rng(seed + 1)
+        self._state = np.zeros(capacity, np.uint8)
+        self._state_at = memoryview(self._state)
+        self._known = 0
+        self._pending: list[tuple[int, Rows]] = []
+        self._pending_rows = 0
+        self._fresh: list[Rows] = []
+        self._open = Members(capacity)
+        self._demoted: dict[int, int] = {}  # row -> order; the least goes first
+        self._first: list[tuple[int, int]] = []  # heap of (order, row)
+        self._oldest = 0  # order
+        self._queue: deque[Entry] = deque()
+
+    # ---- what the store says
+
+    def admit(self, rows: Rows) -> None:
+        if np.count_nonzero(self._state[rows]):
+            raise ValueError(f"admitted rows that are known already, of {rows}")
+        if len(rows):
+            self._state[rows] = _FRESH
+            self._known += len(rows)
+            self._fresh.append(rows)
+            self._defer(_ADMIT, rows)
+
+    def touch(self, rows: Rows) -> None:
+        self._defer(_TOUCH, rows)
+
+    def hint(self, rows: Rows, hint: Hint) -> None:
+        if hint.will_continue is not None:
+            self._defer(1 + int(_HINT_STEPS.searchsorted(hint.will_continue)), rows)
+
+    def unblock(self, rows: Rows) -> None:
+        states = self._state[rows]
+        waiting = rows[(states == _BLOCKED) | (states == _FRESH)]
+        if len(waiting):
+            self._sort_in(waiting)
+
+    def demote(self, rows: Rows) -> None:
+        self._flush()
+        self._require_known(rows)
+        self._open.remove(rows[self._state[rows] == _OPEN])
+        self._state[rows] = _FIRST
+        for row in rows.tolist():
+            self._oldest -= 1
+            self._demoted[row] = self._oldest
+            heappush(self._first, (self._oldest, row))
+
+    def forget(self, rows: Rows) -> None:
+        self._flush()
+        self._require_known(rows)
+        for row in rows.tolist():
+            self._drop(row)
+
+    # ---- what goes
+
+    def victims(self, n: int) -> Rows:
+        self._prepare(n)
+        first = self._pop_first(n)
+        self._push_first(first)
+        self._fill(n - len(first))
+        front = [*first, *islice(self._queue, n - len(first))]
+        return np.array([row for _, _, row in front], np.int32)
+
+    def evict(self, n: int, gone: Gone) -> int:
+        self._prepare(n)
+        evicted = 0
+        freed: list[Entry] = []
+        if self._first:
+            first = deque(self._pop_first(n))
+            evicted = self._evict_from(first, n, gone, freed)
+            self._push_first(first)
+        while evicted < n and (self._queue or self._fill(1)):
+            evicted += self._evict_from(self._queue, n - evicted, gone, freed)
+            if not self._queue:
+                self._open_up(freed)
+        self._open_up(freed)
+        return evicted
+
+    def _evict_from(self, queue: deque[Entry], n: int, gone: Gone, freed: list[Entry]) -> int:
+        """Merges the queue with the parents that are freed on the way; ends with the queue."""
+        evicted = 0
+        entry: Entry | None = None
+        while queue and evicted < n:
+            if entry is None or entry > queue[0] or (freed and entry > freed[0]):
+                if entry is not None:
+                    heappush(freed, entry)
+                ours = freed and freed[0] < queue[0]
+                entry = heappop(freed) if ours else queue.popleft()
+            row = entry[2]
+            parent = gone(row)
+            self._drop(row)
+            evicted += 1
+            entry = self._entry(parent) if parent >= 0 else None
+        if entry is not None:
+            heappush(freed, entry)
+        return evicted
+
+    def statistics(self) -> Mapping[str, int]:
+        """`rows` known, of these `leaves` that could go when last looked at; `ghosts`; `learned`
+        uses; `trusted`: 1 while the learned order is used; `lead` hits over plain LRU; `failures`:
+        times that the order fell behind."""
+        return {
+            "rows": self._known,
+            "leaves": len(self._open),
+            "ghosts": self._experience.ghosts.count(),
+            "learned": self._experience.hazards.observed,
+            "trusted": int(self._experience.guard.trusts),
+            "lead": self._experience.guard.lead,
+            "failures": self._experience.guard.failures,
+        }
+
+    def dump(self) -> bytes:
+        """What was learned, for `load` after a restart."""
+        self._flush()
+        return self._experience.dump()
+
+    def load(self, dumped: bytes) -> None:
+        """Starts from what another life learned. `ValueError` for anything else."""
+        self._experience.load(dumped)
+        self._queue.clear()
+
+    def check_integrity(self) -> None:
+        self._flush()
+        state = self._state
+        known = np.flatnonzero(state).astype(np.int32)
+        assert len(known) == self._known, "the count of known rows"
+        assert np.array_equal(known, np.flatnonzero(self._experience.stamps)), (
+            "a stamp exactly for known rows"
+        )
+        self._open.check_integrity()
+        assert np.array_equal(np.sort(self._open.all()), np.flatnonzero(state == _OPEN))
+        demoted = {row for order, row in self._first if self._demoted.get(row) == order}
+        assert set(np.flatnonzero(state == _FIRST).tolist()) <= demoted, "demoted and in the heap"
+        fresh = np.concatenate([np.empty(0, np.int32), *self._fresh])
+        assert set(np.flatnonzero(state == _FRESH).tolist()) <= set(fresh.tolist())
+        blocked = known[state[known] == _BLOCKED]
+        lost = self._evictable(blocked)
+        assert not lost.any(), f"rows {blocked[lost]} are evictable, but nobody called unblock()"
+        self._experience.ghosts.check_integrity()
+
+    # ---- uses
+
+    def _defer(self, what: int, rows: Rows) -> None:
+        self._pending.append((what, rows))
+        self._pending_rows += len(rows)
+        if self._pending_rows >= _PENDING_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Takes in the pending uses, new rows and hints, in their order."""
+        if not self._pending:
+            return
+        pending, self._pending, self._pending_rows = self._pending, [], 0
+        for what, rows in pending:
+            if what == _ADMIT:
+                self._experience.admit(rows)
+                continue
+            self._require_known(rows)
+            if what == _TOUCH:
+                self._experience.use(rows)
+                self._promote(rows)
+            else:
+                self._experience.hint(rows, what)
+        if self._experience.review():
+            self._queue.clear()
+
+    def _promote(self, rows: Rows) -> None:
+        """Used rows are no longer demoted."""
+        if self._demoted:
+            for row in rows.tolist():
+                if self._demoted.pop(row, None) and self._state[row] == _FIRST:
+                    self._state[row] = _OPEN
+                    self._open.add_one(row)
+
+    def _drop(self, row: int) -> None:
+        if self._state_at[row] == _OPEN:
+            self._open.remove_one(row)
+        if self._demoted:
+            self._demoted.pop(row, None)
+        self._experience.leave(row)
+        self._state_at[row] = _UNKNOWN
+        self._known -= 1
+
+    def _require_known(self, rows: Rows) -> None:
+        states = self._state[rows]
+        if np.count_nonzero(states) < len(rows):
+            raise ValueError(f"rows that were never admitted: {rows[states == _UNKNOWN]}")
+
+    # ---- order
+
+    def _entry(self, row: int) -> Entry:
+        if row in self._demoted:
+            return -1.0, self._demoted[row], row
+        return self._experience.entry(row)
+
+    def _prepare(self, n: int) -> None:
+        """Takes in what is pending; of the queue, the first `n` entries are valid afterwards."""
+        self._flush()
+        self._sort_in_fresh()
+        valid: list[Entry] = []
+        while self._queue and len(valid) < n:
+            front = [self._queue.popleft() for _ in range(min(n - len(valid), len(self._queue)))]
+            valid += [entry for entry, good in zip(front, self._still(front), strict=True) if good]
+        self._queue.extendleft(reversed(valid))
+
+    def _still(self, entries: Sequence[Entry]) -> list[bool]:
+        """Whether each entry is as it was when it was queued, and may go."""
+        _, stamps, rows = (np.array(column) for column in zip(*entries, strict=True))
+        same = (self._experience.stamps[rows] == stamps) & (self._state[rows] == _OPEN)
+        same[same] = self._evictable(rows[same].astype(np.int32))
+        out: list[bool] = same.tolist()
+        return out
+
+    def _fill(self, n: int) -> bool:
+        """Lengthens the queue to `n` entries if there are so many; True if it is not empty."""
+        queue = self._queue
+        while len(queue) < n and len(self._open) > len(queue):
+            exact = len(self._open) <= max(SAMPLE_ROWS, QUEUE_SHARE * (n - len(queue)))
+            if not self._enqueue(n - len(queue), exact=exact) and exact:
+                break
+        return len(queue) > 0
+
+    def _enqueue(self, n: int, *, exact: bool) -> bool:
+        """Appends the least of all members or of a sample; False if there is nothing new."""
+        if exact:
+            rows = self._open.all()
+        else:
+            rows = np.unique(self._open.at(self._random.integers(0, len(self._open), SAMPLE_ROWS)))
+        rows = self._without_blocked(rows)
+        if self._queue:
+            rows = rows[~np.isin(rows, [row for _, _, row in self._queue])]
+        wanted = max(n, _QUEUE_MIN) if exact else max(1, len(rows) // QUEUE_SHARE)
+        values = self._experience.values(rows)
+        if len(rows) > wanted:
+            least = values <= np.partition(values, wanted - 1)[wanted - 1]
+            rows, values = rows[least], values[least]
+        stamps = self._experience.stamps[rows]
+        order = np.lexsort((stamps, values))[:wanted]
+        columns = (column[order].tolist() for column in (values, stamps, rows))
+        self._queue.extend(zip(*columns, strict=True))
+        return len(rows) > 0
+
+    def _without_blocked(self, rows: Rows) -> Rows:
+        """Those of the members that may go; the others are members no longer."""
+        good = self._evictable(rows)
+        blocked = rows[~good]
+        if len(blocked):
+            self._state[blocked] = _BLOCKED
+            self._open.remove(blocked)
+        return rows[good]
+
+    def _sort_in_fresh(self) -> None:
+        taken = 0
+        while self._fresh and (taken < _FRESH_ROWS or not len(self._open)):
+            rows = self._fresh.pop()
+            taken += len(rows)
+            waiting = rows[self._state[rows] == _FRESH]
+            if len(waiting):
+                self._sort_in(waiting)
+
+    def _sort_in(self, waiting: Rows) -> None:
+        """Rows that are fresh or blocked become members, if they may go."""
+        good = self._evictable(waiting)
+        self._state[waiting] = np.where(good, _OPEN, _BLOCKED)
+        rows = waiting[good]
+        if self._demoted:
+            demoted = [row for row in rows.tolist() if row in self._demoted]
+            self._state[demoted] = _FIRST
+            for row in demoted:
+                heappush(self._first, (self._demoted[row], row))
+            rows = rows[self._state[rows] == _OPEN]
+        self._open.add(rows)
+
+    def _open_up(self, freed: list[Entry]) -> None:
+        """Parents that were freed and did not go become members."""
+        for _, _, row in freed:
+            if row in self._demoted:
+                self._state[row] = _FIRST
+                heappush(self._first, (self._demoted[row], row))
+            elif self._state_at[row] != _OPEN:
+                self._state_at[row] = _OPEN
+                self._open.add_one(row)
+        freed.clear()
+
+    def _pop_first(self, n: int) -> list[Entry]:
+        """Up to `n` demoted rows that may go, which leave the heap."""
+        found: list[Entry] = []
+        while self._first and len(found) < n:
+            order, row = heappop(self._first)
+            if self._demoted.get(row) != order or self._state[row] != _FIRST:
+                continue
+            if self._evictable(np.array([row], np.int32))[0]:
+                found.append((-1.0, order, row))
+            else:
+                self._state[row] = _BLOCKED
+        return found
+
+    def _push_first(self, entries: Iterable[Entry]) -> None:
+        for _, order, row in entries:
+            heappush(self._first, (order, row))
