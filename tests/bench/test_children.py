@@ -79,6 +79,16 @@ def test_the_end_of_another_child_is_noticed_with_what_it_reported(children: Chi
         children.receive(waiting)
 
 
+def test_the_end_of_another_child_is_noticed_while_this_one_talks_on(children: Children) -> None:
+    """A demo whose daemon was killed went on to its summary, because its engines kept answering."""
+    talking = start(children, """while True: print('{"more": 1}', flush=True)""", "talking")
+    assert children.receive(talking) == {"more": 1}
+    start(children, "", "other").reap(10)
+    with pytest.raises(ChildError, match="other"):
+        for _ in range(3):
+            children.receive(talking)
+
+
 def test_a_message_to_a_child_that_has_ended_is_an_error(children: Children) -> None:
     child = start(children, "")
     with pytest.raises(ChildError, match="ended with code 0"):

@@ -353,8 +353,8 @@ def test_a_long_chain_that_came_to_nothing_goes_without_recursion() -> None:
 def test_a_reserve_of_too_many_chunks_is_refused() -> None:
     world = World()
     known, session = world.open(WHOLE), world.session()
-    with pytest.raises(InvalidError, match="129 chunks in one reserve; 1 to 128"):
-        world.store.reserve(session, known.id, b"", b"".join(chain("x", 129)))
+    with pytest.raises(InvalidError, match="33 chunks in one reserve; 1 to 32"):
+        world.store.reserve(session, known.id, b"", b"".join(chain("x", 33)))
 
 
 def test_a_parent_that_is_no_key_is_refused() -> None:

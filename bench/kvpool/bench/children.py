@@ -172,13 +172,13 @@ class Children:
         while True:
             self.check()
             message = child.poll(_LOOK_S)
-            if message is not None and "error" not in message:
-                return message
-            for other in self._children:
+            for other in self._children:  # one that has ended may be why this one reports an error
                 if other is not child:
                     other.check()
             if message is not None:
-                raise error_of(message)
+                if "error" in message:
+                    raise error_of(message)
+                return message
             if time.monotonic() > self.deadline:
                 raise ChildError(f"the {child.name} process took too long; see --timeout")
 
