@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from kvpool.proto.errors import InvalidError
 
 BLOCK_TOKENS = 512
+NEVER = 1 << 40
+"""No next use: beyond the references of any trace."""
 
 Blocks = NDArray[np.int32]
 
@@ -50,6 +52,17 @@ class Trace:
     def capacity(self, share: float) -> int:
         """Blocks in this share of the unique ones, at least one."""
         return max(1, round(share * self.unique))
+
+    def next_uses(self) -> list[NDArray[np.int64]]:
+        """By request, for each block: the number of the reference that uses it next, or NEVER."""
+        upcoming = np.full(self.unique, NEVER)
+        out: list[NDArray[np.int64]] = []
+        at = self.references
+        for request in reversed(self.requests):
+            at -= len(request.blocks)
+            out.append(upcoming[request.blocks])
+            upcoming[request.blocks] = np.arange(at, at + len(request.blocks))
+        return out[::-1]
 
     def depths(self) -> NDArray[np.int64]:
         """By block: the number of blocks above it."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -63,3 +67,85 @@ def transfer(
     _progress("")
     for line in emit(_command(), rows, as_json):
         click.echo(line)
+
+
+class _List(click.ParamType[Any]):
+    """Values between commas."""
+
+    name = "list"
+
+    def __init__(self, kind: Callable[[str], Any]) -> None:
+        self._kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return tuple(self._kind(item.strip()) for item in value.split(","))
+        except ValueError:
+            self.fail(f"{value!r} is no list of what is asked for", param, ctx)
+
+
+def _share(text: str) -> float:
+    """`2%` or `0.02`."""
+    share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    if not 0 < share <= 1:
+        raise ValueError(text)
+    return share
+
+
+@bench.command()
+@click.argument("traces", nargs=-1)
+@click.option(
+    "--capacity",
+    "shares",
+    type=_List(_share),
+    default="0.5%,1%,2%,5%,10%,20%,50%",
+    show_default=True,
+    help="Shares of the trace's unique blocks.",
+)
+@click.option(
+    "--policy",
+    "policies",
+    type=_List(str),
+    default="lru,s3fifo,phz,belady",
+    show_default=True,
+    help="Eviction policies.",
+)
+@click.option(
+    "--hints",
+    type=click.Choice(["none", "oracle", "stop"]),
+    default="none",
+    show_default=True,
+    help="What engines tell: nothing, whether a session goes on, or why an answer stopped.",
+)
+@click.option("--jobs", default=0, help="Processes. Default: one per core.")
+@click.option("--plot", default="replay-{}.svg", show_default=True, help="File; {}: the trace.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per trace on stdout.")
+def replay(
+    traces: tuple[str, ...],
+    shares: tuple[float, ...],
+    policies: tuple[str, ...],
+    hints: str,
+    jobs: int,
+    plot: str,
+    as_json: bool,
+) -> None:
+    """Replay TRACES against eviction policies, in simulated time, beside the optimum.
+
+    A trace is a file (Mooncake's JSONL, or lines of `timestamp, key, key, ...`) or a built-in one:
+    agents, chats, documents, cycles, recent, phases. Default: ../shared/traces/*.jsonl if there
+    are any, else agents and chats.
+    """
+    from kvpool.bench import replay as bench_replay
+    from kvpool.bench.report import emit
+
+    for trace in traces or bench_replay.default_traces():
+        workers = jobs or os.cpu_count() or 1
+        rows = bench_replay.run(trace, shares, policies, hints, _progress, workers)
+        _progress("")
+        if plot:
+            name = Path(plot.format(Path(trace).stem))
+            name.write_text(bench_replay.plot(trace, rows))
+        for line in emit(_command(), rows if as_json else bench_replay.table(rows), as_json):
+            click.echo(line)

@@ -10,6 +10,8 @@ from kvpool.store.eviction.base import Evictable, Facts, Policy
 # Imported on first use, so that a policy that nobody chose costs nothing.
 _POLICIES = {
     "lru": "kvpool.store.eviction.lru:LruPolicy",
+    "s3fifo": "kvpool.store.eviction.s3fifo:S3FifoPolicy",
+    "belady": "kvpool.store.eviction.belady:BeladyPolicy",
     "phz": "kvpool.store.eviction.phz:PhzPolicy",
 }
 _WITHOUT_FACTS = {"lru"}

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.store.eviction.base import Facts, Rows
+from kvpool.store.eviction.demoted import Entry
 from kvpool.store.eviction.ghosts import Classes, Ghosts, Stamps
 from kvpool.store.eviction.guard import Guard
 from kvpool.store.eviction.hazards import BUCKETS, KINDS, LIMITS, Hazards, buckets_of
@@ -33,9 +34,6 @@ _CLASS = np.arange(256)
 _TOUCHED = (_CLASS % KINDS + (_CLASS % 3 < 2)).astype(np.uint8)
 """The class after a use: one more touch, no hint."""
 _LIMITS: list[float] = LIMITS[1:-1].tolist()
-
-Entry = tuple[float, int, int]
-"""(value, stamp, row): what is least goes first."""
 
 
 class _Census(NamedTuple):

@@ -12,14 +12,15 @@ the learned values do not beat plain LRU, stamps take their place, and the order
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import islice
 
 import numpy as np
 
 from kvpool.store.eviction.base import Evictable, Facts, Gone, Hint, Rows
-from kvpool.store.eviction.experience import Entry, Experience
+from kvpool.store.eviction.demoted import Demoted, Entry
+from kvpool.store.eviction.experience import Experience
 from kvpool.store.eviction.members import Members
 
 SAMPLE_ROWS = 1024
@@ -29,15 +30,15 @@ _QUEUE_MIN = 16
 _FRESH_ROWS = 4096
 _PENDING_ROWS = 4096
 """Uses and new rows that may wait for being looked at; bounds the pause."""
-_HINT_STEPS = np.array([1 / 3, 2 / 3])
-"""Borders between the classes of hinted probabilities."""
+_HINT_STEPS = np.array([0.25, 0.85])
+"""Borders between the classes of hinted probabilities: it ends, a turn ended, a tool was called."""
 
 # States of a row.
 _UNKNOWN = 0
 _FRESH = 1  # nobody has asked yet whether it may go
 _OPEN = 2  # a member: it could go when last looked at
 _BLOCKED = 3
-_FIRST = 4  # demoted, and in the heap of those
+_FIRST = 4  # demoted, and not known to be blocked
 
 # What is pending: a hint's level, or one of these.
 _ADMIT = -2
@@ -74,10 +75,9 @@ class PhzPolicy:
         self._pending: list[tuple[int, Rows]] = []
         self._pending_rows = 0
         self._fresh: list[Rows] = []
+        self._fresh_rows = 0
         self._open = Members(capacity)
-        self._demoted: dict[int, int] = {}  # row -> order; the least goes first
-        self._first: list[tuple[int, int]] = []  # heap of (order, row)
-        self._oldest = 0  # order
+        self._demoted = Demoted()
         self._queue: deque[Entry] = deque()
 
     # ---- what the store says
@@ -88,7 +88,7 @@ class PhzPolicy:
         if len(rows):
             self._state[rows] = _FRESH
             self._known += len(rows)
-            self._fresh.append(rows)
+            self._add_fresh(rows)
             self._defer(_ADMIT, rows)
 
     def touch(self, rows: Rows) -> None:
@@ -109,10 +109,7 @@ class PhzPolicy:
         self._require_known(rows)
         self._open.remove(rows[self._state[rows] == _OPEN])
         self._state[rows] = _FIRST
-        for row in rows.tolist():
-            self._oldest -= 1
-            self._demoted[row] = self._oldest
-            heappush(self._first, (self._oldest, row))
+        self._demoted.add(rows)
 
     def forget(self, rows: Rows) -> None:
         self._flush()
@@ -124,8 +121,8 @@ class PhzPolicy:
 
     def victims(self, n: int) -> Rows:
         self._prepare(n)
-        first = self._pop_first(n)
-        self._push_first(first)
+        first = self._take_demoted(n)
+        self._demoted.put(first)
         self._fill(n - len(first))
         front = [*first, *islice(self._queue, n - len(first))]
         return np.array([row for _, _, row in front], np.int32)
@@ -134,10 +131,10 @@ class PhzPolicy:
         self._prepare(n)
         evicted = 0
         freed: list[Entry] = []
-        if self._first:
-            first = deque(self._pop_first(n))
+        if self._demoted:
+            first = deque(self._take_demoted(n))
             evicted = self._evict_from(first, n, gone, freed)
-            self._push_first(first)
+            self._demoted.put(first)
         while evicted < n and (self._queue or self._fill(1)):
             evicted += self._evict_from(self._queue, n - evicted, gone, freed)
             if not self._queue:
@@ -148,18 +145,18 @@ class PhzPolicy:
     def _evict_from(self, queue: deque[Entry], n: int, gone: Gone, freed: list[Entry]) -> int:
         """Merges the queue with the parents that are freed on the way; ends with the queue."""
         evicted = 0
-        entry: Entry | None = None
+        drop, entry_of = self._drop, self._entry
+        entry: Entry | None = None  # the parent freed last: mostly the next to go
         while queue and evicted < n:
             if entry is None or entry > queue[0] or (freed and entry > freed[0]):
                 if entry is not None:
                     heappush(freed, entry)
-                ours = freed and freed[0] < queue[0]
-                entry = heappop(freed) if ours else queue.popleft()
+                entry = heappop(freed) if freed and freed[0] < queue[0] else queue.popleft()
             row = entry[2]
             parent = gone(row)
-            self._drop(row)
+            drop(row)
             evicted += 1
-            entry = self._entry(parent) if parent >= 0 else None
+            entry = entry_of(parent) if parent >= 0 else None
         if entry is not None:
             heappush(freed, entry)
         return evicted
@@ -198,8 +195,8 @@ class PhzPolicy:
         )
         self._open.check_integrity()
         assert np.array_equal(np.sort(self._open.all()), np.flatnonzero(state == _OPEN))
-        demoted = {row for order, row in self._first if self._demoted.get(row) == order}
-        assert set(np.flatnonzero(state == _FIRST).tolist()) <= demoted, "demoted and in the heap"
+        offered = self._demoted.offered()
+        assert set(np.flatnonzero(state == _FIRST).tolist()) <= offered, "demoted, and offered"
         fresh = np.concatenate([np.empty(0, np.int32), *self._fresh])
         assert set(np.flatnonzero(state == _FRESH).tolist()) <= set(fresh.tolist())
         blocked = known[state[known] == _BLOCKED]
@@ -237,15 +234,14 @@ class PhzPolicy:
         """Used rows are no longer demoted."""
         if self._demoted:
             for row in rows.tolist():
-                if self._demoted.pop(row, None) and self._state[row] == _FIRST:
+                if self._demoted.discard(row) and self._state[row] == _FIRST:
                     self._state[row] = _OPEN
                     self._open.add_one(row)
 
     def _drop(self, row: int) -> None:
         if self._state_at[row] == _OPEN:
             self._open.remove_one(row)
-        if self._demoted:
-            self._demoted.pop(row, None)
+        self._demoted.discard(row)
         self._experience.leave(row)
         self._state_at[row] = _UNKNOWN
         self._known -= 1
@@ -259,7 +255,7 @@ class PhzPolicy:
 
     def _entry(self, row: int) -> Entry:
         if row in self._demoted:
-            return -1.0, self._demoted[row], row
+            return self._demoted.entry(row)
         return self._experience.entry(row)
 
     def _prepare(self, n: int) -> None:
@@ -282,12 +278,11 @@ class PhzPolicy:
 
     def _fill(self, n: int) -> bool:
         """Lengthens the queue to `n` entries if there are so many; True if it is not empty."""
-        queue = self._queue
-        while len(queue) < n and len(self._open) > len(queue):
-            exact = len(self._open) <= max(SAMPLE_ROWS, QUEUE_SHARE * (n - len(queue)))
-            if not self._enqueue(n - len(queue), exact=exact) and exact:
+        while (missing := n - len(self._queue)) > 0:
+            exact = len(self._open) <= max(SAMPLE_ROWS, QUEUE_SHARE * missing)
+            if not self._enqueue(missing, exact=exact) and exact and not self._sort_in_fresh():
                 break
-        return len(queue) > 0
+        return len(self._queue) > 0
 
     def _enqueue(self, n: int, *, exact: bool) -> bool:
         """Appends the least of all members or of a sample; False if there is nothing new."""
@@ -318,14 +313,24 @@ class PhzPolicy:
             self._open.remove(blocked)
         return rows[good]
 
-    def _sort_in_fresh(self) -> None:
-        taken = 0
-        while self._fresh and (taken < _FRESH_ROWS or not len(self._open)):
+    def _add_fresh(self, rows: Rows) -> None:
+        self._fresh.append(rows)
+        self._fresh_rows += len(rows)
+        if self._fresh_rows > len(self._state) + _FRESH_ROWS:  # most are fresh no longer
+            self._fresh = [np.flatnonzero(self._state == _FRESH).astype(np.int32)]
+            self._fresh_rows = len(self._fresh[0])
+
+    def _sort_in_fresh(self) -> int:
+        """Looks at the next fresh rows; returns how many."""
+        looked = 0
+        while self._fresh and looked < _FRESH_ROWS:
             rows = self._fresh.pop()
-            taken += len(rows)
+            looked += len(rows)
             waiting = rows[self._state[rows] == _FRESH]
             if len(waiting):
                 self._sort_in(waiting)
+        self._fresh_rows -= looked
+        return looked
 
     def _sort_in(self, waiting: Rows) -> None:
         """Rows that are fresh or blocked become members, if they may go."""
@@ -336,7 +341,7 @@ class PhzPolicy:
             demoted = [row for row in rows.tolist() if row in self._demoted]
             self._state[demoted] = _FIRST
             for row in demoted:
-                heappush(self._first, (self._demoted[row], row))
+                self._demoted.offer(row)
             rows = rows[self._state[rows] == _OPEN]
         self._open.add(rows)
 
@@ -345,25 +350,14 @@ class PhzPolicy:
         for _, _, row in freed:
             if row in self._demoted:
                 self._state[row] = _FIRST
-                heappush(self._first, (self._demoted[row], row))
+                self._demoted.offer(row)
             elif self._state_at[row] != _OPEN:
                 self._state_at[row] = _OPEN
                 self._open.add_one(row)
         freed.clear()
 
-    def _pop_first(self, n: int) -> list[Entry]:
-        """Up to `n` demoted rows that may go, which leave the heap."""
-        found: list[Entry] = []
-        while self._first and len(found) < n:
-            order, row = heappop(self._first)
-            if self._demoted.get(row) != order or self._state[row] != _FIRST:
-                continue
-            if self._evictable(np.array([row], np.int32))[0]:
-                found.append((-1.0, order, row))
-            else:
-                self._state[row] = _BLOCKED
-        return found
-
-    def _push_first(self, entries: Iterable[Entry]) -> None:
-        for _, order, row in entries:
-            heappush(self._first, (order, row))
+    def _take_demoted(self, n: int) -> list[Entry]:
+        """Up to `n` demoted rows that may go; those that stay are to be put back."""
+        taken = self._demoted.take(n, self._evictable)
+        self._state[taken.blocked] = _BLOCKED
+        return taken.going

@@ -1,0 +1,162 @@
+"""`kvpool bench replay`: hit ratios of eviction policies under a trace, beside the optimum.
+
+Each (policy, capacity) is one simulation (`simulation`); they are independent and run on all cores.
+Plain LRU and Belady's optimum are always run, because the result that matters is how much of the
+gap between them a policy closes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
+
+from kvpool.bench.hints import hints_of
+from kvpool.bench.plot import line_plot
+from kvpool.bench.report import Row
+from kvpool.bench.simulation import Counts, Prepared, Simulation, prepare
+from kvpool.bench.traces import Trace, read_trace
+from kvpool.bench.workloads import make_workload, workload_names
+from kvpool.proto.errors import ConfigError
+from kvpool.store.eviction import policy_names
+
+SHARED_TRACES = Path("../shared/traces")
+"""Recorded traces, if there are any beside the project."""
+_REFERENCES = ("lru", "belady")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One simulation."""
+
+    trace: str
+    policy: str
+    share: float
+    hints: str
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    blocks: int
+    """The capacity."""
+    counts: Counts
+    seconds: float
+
+
+def default_traces() -> list[str]:
+    """The recorded traces beside the project, or two of our own."""
+    recorded = sorted(map(str, SHARED_TRACES.glob("*.jsonl")))
+    return recorded or ["agents", "chats"]
+
+
+def load(trace: str) -> Trace:
+    """A file's trace, or one of our own by name."""
+    if trace in workload_names():
+        return make_workload(trace)
+    if not Path(trace).is_file():
+        names = ", ".join(workload_names())
+        raise ConfigError(f"there is no trace {trace!r}: give a file, or one of {names}")
+    return read_trace(Path(trace))
+
+
+def run(
+    trace: str,
+    shares: Sequence[float],
+    policies: Sequence[str],
+    hints: str,
+    progress: Callable[[str], None],
+    workers: int = 1,
+) -> list[Row]:
+    """Rows for each policy and capacity, in this order; see `docs/eviction.md`."""
+    for policy in policies:
+        if policy not in policy_names():
+            raise ConfigError(f"no eviction policy {policy!r}; choose {', '.join(policy_names())}")
+    wanted = list(dict.fromkeys([*policies, *_REFERENCES]))
+    jobs = [Job(trace, policy, share, hints) for share in shares for policy in wanted]
+    results: dict[Job, Result] = {}
+    for job, result in _simulate(jobs, workers):
+        results[job] = result
+        progress(f"{len(results)} of {len(jobs)}: {job.policy} at {job.share:.3g}")
+    return [
+        _row(Job(trace, policy, share, hints), results) for policy in policies for share in shares
+    ]
+
+
+def table(rows: Sequence[Row]) -> list[Row]:
+    """The rows as people read them: shares in percent."""
+    return [
+        {
+            "policy": row["policy"],
+            "capacity": f"{100 * row['capacity']:g} %",
+            "blocks": f"{row['blocks']:,}",
+            "hits": f"{row['hits']:,}",
+            "hit ratio %": f"{100 * row['hit_ratio']:.2f}",
+            "saved work %": f"{100 * row['saved_work']:.2f}",
+            "evictions": f"{row['evictions']:,}",
+            "writes": f"{row['writes']:,}",
+            "of the gap %": "-" if row["gap_closed"] is None else f"{100 * row['gap_closed']:.1f}",
+            "references/s": f"{row['references_per_s']:,.0f}",
+        }
+        for row in rows
+    ]
+
+
+def plot(trace: str, rows: Sequence[Row]) -> str:
+    """An SVG of hit ratios over capacity."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        lines.setdefault(row["policy"], []).append((100 * row["capacity"], 100 * row["hit_ratio"]))
+    return line_plot(
+        f"Hit ratio on {Path(trace).stem}", "capacity, % of unique blocks", "hits, %", lines
+    )
+
+
+def _row(job: Job, results: Mapping[Job, Result]) -> Row:
+    result = results[job]
+    counts = result.counts
+    lru, optimum = (results[replace(job, policy=name)].counts.hits for name in _REFERENCES)
+    return {
+        "policy": job.policy,
+        "capacity": job.share,
+        "blocks": result.blocks,
+        "references": counts.references,
+        "hits": counts.hits,
+        "hit_ratio": counts.hits / counts.references,
+        "saved_work": counts.saved_work / counts.work,
+        "evictions": counts.evictions,
+        "writes": counts.writes,
+        "gap_closed": (counts.hits - lru) / (optimum - lru) if optimum > lru else None,
+        "references_per_s": counts.references / result.seconds,
+    }
+
+
+def _simulate(jobs: Sequence[Job], workers: int) -> Iterator[tuple[Job, Result]]:
+    """In order of completion."""
+    if workers <= 1:
+        yield from ((job, simulate(job)) for job in jobs)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        futures = {pool.submit(simulate, job): job for job in jobs}
+        yield from ((futures[future], future.result()) for future in as_completed(futures))
+
+
+def simulate(job: Job) -> Result:
+    """Replays the job's trace from its beginning."""
+    prepared = _prepared(job.trace)
+    hints = hints_of(prepared.trace, prepared.next_uses, job.hints)
+    blocks = prepared.trace.capacity(job.share)
+    simulation = Simulation(prepared, blocks, job.policy)
+    start = time.perf_counter()
+    for number, hint in enumerate(hints):
+        simulation.serve(number, hint)
+    return Result(blocks, simulation.counts, time.perf_counter() - start)
+
+
+@cache
+def _prepared(trace: str) -> Prepared:
+    """A process reads each trace once."""
+    return prepare(load(trace))

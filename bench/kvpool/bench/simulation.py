@@ -1,0 +1,195 @@
+"""A store in simulated time: the real index and eviction policy under a trace, without the bytes.
+
+What is real: `kvpool.store.index.Index` with its look-ups, insertions, unlinking, parents, children
+and leases; the policies, called as the store calls them. What is not there: sessions, the allocator
+(every chunk has the same size), payloads and time between match and commit.
+
+A request matches its leading resident blocks and leases them, makes room for the others, stores
+them, and lets go. Blocks that do not fit beside what the request itself holds are not stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool.bench.traces import BLOCK_TOKENS, NEVER, Blocks, Trace
+from kvpool.store.eviction import make_policy
+from kvpool.store.eviction.base import Facts, Hint, Rows, TakesHints
+from kvpool.store.index import NO_ROW, ROOT, Index
+
+_NAMESPACE = 1
+_KEY_BYTES = 32
+
+_FEW = 4
+"""Blocks that are looked up one by one: many requests end there."""
+
+WORK_TOKENS = 30_500
+"""A block at this position costs twice what the first one costs to compute."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Of blocks."""
+
+    references: int = 0
+    hits: int = 0
+    work: float = 0.0
+    """References, each weighted by what it costs to compute."""
+    saved_work: float = 0.0
+    evictions: int = 0
+    writes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A trace with what all its simulations share."""
+
+    trace: Trace
+    keys: NDArray[np.uint8]
+    """By block, shape (unique, 32)."""
+    next_uses: list[NDArray[np.int64]]
+    """By request: for each block, the reference that uses it next, or NEVER."""
+    work: list[float]
+    """What the first n blocks of a prompt cost to compute, the first one's cost being 1."""
+
+
+def prepare(trace: Trace) -> Prepared:
+    """Keys are random: the index sees digests."""
+    keys = np.frombuffer(np.random.default_rng(0).bytes(_KEY_BYTES * trace.unique), np.uint8)
+    longest = max(len(request.blocks) for request in trace.requests)
+    weights = 1 + np.arange(longest) * BLOCK_TOKENS / WORK_TOKENS
+    work = [0.0, *np.cumsum(weights).tolist()]
+    return Prepared(trace, keys.reshape(-1, _KEY_BYTES), trace.next_uses(), work)
+
+
+class Simulation:
+    """One policy at one capacity."""
+
+    def __init__(self, prepared: Prepared, capacity: int, policy: str) -> None:
+        self.counts = Counts()
+        self._prepared = prepared
+        self._keys = prepared.keys.tobytes()
+        # The optimum may decline to store a block: it stores all, then lets go of what is too much.
+        self._offline = policy == "belady"
+        self._capacity = capacity
+        rows = capacity + len(prepared.work) if self._offline else capacity
+        self._index = Index(rows, seed=1)
+        self._block = np.zeros(rows, np.int32)
+        self._next_use = np.zeros(prepared.trace.unique, np.int64)  # by block
+        self.policy = make_policy(policy, rows, self._evictable, self._facts())
+
+    def serve(self, number: int, hint: Hint | None = None) -> None:
+        """The trace's request of this number."""
+        blocks = self._prepared.trace.requests[number].blocks
+        if not len(blocks):
+            return
+        index, policy = self._index, self.policy
+        self._next_use[blocks] = self._prepared.next_uses[number]
+        rows = known = self._leading(blocks)
+        index.leases[known] = 1
+        if len(known) < len(blocks):
+            added = self._store(self._wanted(blocks[len(known) :]), known)
+            policy.admit(added)
+            rows = np.append(known, added)
+        policy.touch(known)
+        if hint is not None and isinstance(policy, TakesHints):
+            policy.hint(rows, hint)
+        index.leases[known] = 0
+        policy.unblock(rows[-1:])  # below each of the others is the next one
+        self._count(len(blocks), len(known), len(rows))
+        if self._offline:
+            self._shed(rows[len(known) :])
+
+    def check_integrity(self) -> None:
+        """O(capacity)."""
+        assert self._index.count <= self._capacity, "no more blocks than fit"
+        assert self.policy.statistics()["rows"] == self._index.count
+        self.policy.check_integrity()
+
+    # ---- what a store does
+
+    def _leading(self, blocks: Blocks) -> Rows:
+        """The rows of the leading blocks that are resident."""
+        index, keys = self._index, self._keys
+        few: list[int] = []
+        for at in (blocks[:_FEW] * _KEY_BYTES).tolist():
+            row = index.find_one(_NAMESPACE, keys[at : at + _KEY_BYTES])
+            if row == NO_ROW:
+                return np.array(few, np.int32)
+            few.append(row)
+        rows = index.find(_NAMESPACE, self._prepared.keys[blocks].tobytes()).rows
+        absent = (rows == NO_ROW).nonzero()[0]
+        return rows[: absent[0]] if len(absent) else rows
+
+    def _store(self, blocks: Blocks, above: Rows) -> Rows:
+        """Stores what fits of `blocks` below `above`; returns its rows."""
+        index, keys = self._index, self._keys
+        missing = len(blocks) - index.room
+        if missing > 0:
+            self.counts.evictions += self.policy.evict(missing, self._gone)
+        stored = blocks[: index.room]
+        parent = int(above[-1]) if len(above) else ROOT
+        rows: list[int] = []
+        insert = index.insert
+        for at in (stored * _KEY_BYTES).tolist():
+            parent = insert(_NAMESPACE, keys[at : at + _KEY_BYTES], parent)
+            rows.append(parent)
+        out = np.array(rows, np.int32)
+        self._block[out] = stored
+        return out
+
+    def _wanted(self, blocks: Blocks) -> Blocks:
+        """The optimum knows better than to store what is never used again."""
+        return blocks[self._next_use[blocks] < NEVER] if self._offline else blocks
+
+    def _shed(self, added: Rows) -> None:
+        """Evicts what exceeds the capacity; a block that was just stored was never written."""
+        before = set(added.tolist())
+        declined = 0
+
+        def gone(row: int) -> int:
+            nonlocal declined
+            declined += row in before
+            return self._gone(row)
+
+        excess = self._index.count - self._capacity
+        evicted = self.policy.evict(excess, gone) if excess > 0 else 0
+        self.counts.evictions += evicted - declined
+        self.counts.writes -= declined
+
+    def _gone(self, row: int) -> int:
+        index = self._index
+        parent = index.parent_at[row]
+        index.unlink(row)
+        index.release(row)
+        if parent >= 0 and not index.children_at[parent] and not index.leases_at[parent]:
+            return parent
+        return NO_ROW
+
+    def _count(self, asked: int, hits: int, resident: int) -> None:
+        counts, work = self.counts, self._prepared.work
+        counts.references += asked
+        counts.hits += hits
+        counts.work += work[asked]
+        counts.saved_work += work[hits]
+        counts.writes += resident - hits
+
+    # ---- what a policy may ask
+
+    def _evictable(self, rows: Rows) -> NDArray[np.bool_]:
+        index = self._index
+        idle: NDArray[np.bool_] = (index.leases[rows] | index.children[rows]) == 0
+        return idle
+
+    def _facts(self) -> Facts:
+        prepared = self._prepared
+        tags = np.ascontiguousarray(prepared.keys[:, :8]).view(np.uint64)[:, 0]
+        depths = prepared.trace.depths()
+        return Facts(
+            tags=lambda rows: tags[self._block[rows]],
+            depths=lambda rows: depths[self._block[rows]],
+            next_uses=lambda rows: self._next_use[self._block[rows]],
+        )

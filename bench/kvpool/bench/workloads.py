@@ -1,0 +1,155 @@
+"""Seeded traces of the kinds that engines see, for replays and tests without a recorded trace.
+
+A session asks, step by step, for all that it said so far and a little more. What differs is how
+prompts grow, how long the gaps are and when sessions end. Odds and gaps follow published figures:
+after a tool call an agent goes on with P = 0.97 after a median of 17 s, after an ended turn a
+person does with P = 0.71 after 184 s.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from itertools import count
+
+from kvpool.bench.traces import Trace, make_trace
+
+Turn = tuple[float, list[int]]
+"""(seconds, blocks of the prompt), or in a session (seconds until its next step, blocks)."""
+Turns = Iterator[Turn]
+
+
+def workload_names() -> tuple[str, ...]:
+    """The names that `make_workload` accepts."""
+    return tuple(_WORKLOADS)
+
+
+def make_workload(name: str, *, seed: int = 1, scale: float = 1.0) -> Trace:
+    """The trace of this name, `scale` times as long. `KeyError` for an unknown name."""
+    dice = random.Random(f"{name} {seed}")
+    return make_trace(name, _WORKLOADS[name](dice, scale))
+
+
+class _Blocks:
+    """Gives numbers that nobody used before."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+
+    def new(self, n: int) -> list[int]:
+        return [next(self._numbers) for _ in range(n)]
+
+
+def _play(
+    dice: random.Random, until_s: float, every_s: float, session: Callable[[], Turns]
+) -> Turns:
+    """The turns of sessions that begin every `every_s` on average, in order of time."""
+    order = count()
+    due: list[tuple[float, int, Turns | None]] = [(0.0, next(order), None)]
+    while due[0][0] <= until_s:
+        now, _, running = heappop(due)
+        if running is None:
+            heappush(due, (now + dice.expovariate(1 / every_s), next(order), None))
+            running = session()
+        for gap_s, blocks in running:
+            yield now, blocks
+            heappush(due, (now + gap_s, next(order), running))
+            break
+
+
+def _around(dice: random.Random, median: float, sigma: float = 1.0) -> float:
+    """A long-tailed positive number."""
+    return dice.lognormvariate(math.log(median), sigma)
+
+
+def _agents(dice: random.Random, scale: float) -> Turns:
+    """Coding agents: a shared system prompt, dozens of quick tool calls, prompts that only grow."""
+    blocks = _Blocks()
+    systems = [blocks.new(length) for length in (18, 12, 25)]
+
+    def session() -> Turns:
+        prompt = dice.choice(systems) + blocks.new(dice.randint(1, 8))
+        while True:
+            called_tool = dice.random() < 0.9
+            if dice.random() > (0.97 if called_tool else 0.71):
+                yield math.inf, list(prompt)
+                return
+            yield _around(dice, 17 if called_tool else 184), list(prompt)
+            prompt += blocks.new(dice.randint(0, 5))
+            if len(prompt) > 400:  # the agent sums up and starts anew
+                prompt = prompt[:12] + blocks.new(20)
+
+    return _play(dice, scale * 7200, 60, session)
+
+
+def _chats(dice: random.Random, scale: float) -> Turns:
+    """People who talk to assistants: a few popular system prompts, few turns, long gaps."""
+    blocks = _Blocks()
+    systems = [blocks.new(dice.randint(1, 12)) for _ in range(30)]
+    popularity = [1 / rank for rank in range(1, 31)]
+
+    def session() -> Turns:
+        prompt = dice.choices(systems, popularity)[0] + blocks.new(math.ceil(_around(dice, 2)))
+        while dice.random() < 0.71:
+            yield _around(dice, 184, 1.1), list(prompt)
+            prompt += blocks.new(dice.randint(0, 3))
+        yield math.inf, list(prompt)
+
+    return _play(dice, scale * 7200, 2, session)
+
+
+def _documents(dice: random.Random, scale: float) -> Turns:
+    """Questions about documents, some popular, behind one system prompt; half of them come once."""
+    blocks = _Blocks()
+    system = blocks.new(4)
+    known = [system + blocks.new(dice.randint(2, 12)) for _ in range(1500)]
+    popularity = [1 / rank**0.8 for rank in range(1, 1501)]
+    for number in range(int(scale * 6000)):
+        if dice.random() < 0.5:
+            yield number, dice.choices(known, popularity)[0] + blocks.new(dice.randint(0, 2))
+        else:
+            yield number, system + blocks.new(dice.randint(5, 30))
+
+
+def _cycles(dice: random.Random, scale: float) -> Turns:
+    """A nightly job that reads the same documents in the same order again and again."""
+    blocks = _Blocks()
+    documents = [blocks.new(dice.randint(3, 12)) for _ in range(400)]
+    for number in range(int(scale * 4000)):
+        yield number, documents[number % 400]
+
+
+def _recent(dice: random.Random, scale: float) -> Turns:
+    """What was asked lately is asked again: made for LRU."""
+    blocks = _Blocks()
+    stack: list[list[int]] = []
+    for number in range(int(scale * 6000)):
+        depth = int(_around(dice, 50, 1.5))
+        if depth < len(stack) and dice.random() < 0.85:
+            stack.append(stack.pop(-1 - depth))
+        else:
+            stack.append(blocks.new(dice.randint(2, 15)))
+        yield number, stack[-1]
+
+
+def _phases(dice: random.Random, scale: float) -> Turns:
+    """One kind of load after another: what was learned of one is wrong for the next."""
+    offset, start_s = 0, 0.0
+    for kind in (_chats, _cycles, _agents, _recent, _documents):
+        top, end_s = 0, 0.0
+        for end_s, prompt in kind(dice, 0.4 * scale):
+            top = max(top, *prompt)
+            yield start_s + end_s, [offset + block for block in prompt]
+        offset, start_s = offset + top + 1, start_s + end_s
+
+
+_WORKLOADS: dict[str, Callable[[random.Random, float], Turns]] = {
+    "agents": _agents,
+    "chats": _chats,
+    "documents": _documents,
+    "cycles": _cycles,
+    "recent": _recent,
+    "phases": _phases,
+}

@@ -1,0 +1,253 @@
+"""S3-FIFO over the rows that may go: a small queue sieves new rows, a main queue keeps used ones.
+
+J. Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. New rows enter
+`small`; what was used there moves on to `main`, the rest leaves and is remembered by a ghost, which
+on its return enters `main` at once. In `main` a used row gets another round.
+
+    new ──► small (30 %) ──used──► main ◄── new, with a ghost
+              │                    │  └──used──┐
+              ▼ ghost              ▼     ◄─────┘
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from itertools import islice
+
+import numpy as np
+
+from kvpool.store.eviction.base import Evictable, Facts, Gone, Rows
+from kvpool.store.eviction.demoted import Demoted, Entry
+from kvpool.store.eviction.ghosts import Ghosts
+
+SMALL_SHARE = 0.3
+_USES_MAX = 3
+_GHOSTS_PER_ROW = 4
+_SCAN_ROWS = 8
+"""Rows that are asked about together."""
+
+_STALE_MAX = 1024
+
+# States of a row.
+_UNKNOWN = 0
+_QUEUED = 1
+_BLOCKED = 2
+
+_NOWHERE = -1
+
+_SMALL = 0
+_MAIN = 1
+
+Slot = tuple[int, int]
+"""(place, row): stale unless the place is the row's."""
+
+
+class S3FifoPolicy:
+    """See `kvpool.store.eviction.base.Policy`. O(1) amortised per row, in plain Python."""
+
+    def __init__(self, capacity: int, evictable: Evictable, facts: Facts | None = None) -> None:
+        self._evictable = evictable
+        self._tags = facts.tags if facts else None
+        self._ghosts = Ghosts(_GHOSTS_PER_ROW * capacity)
+        self._state = np.zeros(capacity, np.uint8)
+        self._state_at = memoryview(self._state)
+        self._uses_at = memoryview(bytearray(capacity))
+        self._queue_at = memoryview(bytearray(capacity))  # _SMALL or _MAIN
+        self._place = np.zeros(capacity, np.int64)  # tells a row's entry from stale ones
+        self._place_at = memoryview(self._place)
+        self._tag = np.zeros(capacity if self._tags else 0, np.uint64)
+        self._tag_at = memoryview(self._tag)
+        self._places = 0
+        self._rows = [0, 0]  # known ones by queue
+        self._queues: tuple[deque[Slot], deque[Slot]] = (deque(), deque())  # (place, row)
+        self._ready: deque[Slot] = deque()  # victims that were found and did not go
+        self._pending: list[Rows] = []
+        self._demoted = Demoted()
+
+    # ---- what the store says
+
+    def admit(self, rows: Rows) -> None:
+        if np.count_nonzero(self._state[rows]):
+            raise ValueError(f"admitted rows that are known already, of {rows}")
+        back: set[int] = set()
+        if self._tags is not None:
+            self._tag[rows] = tags = self._tags(rows)
+            back.update(rows[self._ghosts.take(tags)[0]].tolist())
+        self._state[rows] = _QUEUED
+        for row in rows[::-1].tolist():
+            self._uses_at[row] = 0
+            self._queue_at[row] = _MAIN if row in back else _SMALL
+            self._rows[self._queue_at[row]] += 1
+            self._enqueue(row)
+        self._compact()
+
+    def touch(self, rows: Rows) -> None:
+        self._pending.append(rows)
+
+    def unblock(self, rows: Rows) -> None:
+        waiting = rows[self._state[rows] == _BLOCKED]
+        for row in waiting[self._evictable(waiting)].tolist():
+            self._return(row)
+
+    def demote(self, rows: Rows) -> None:
+        self._flush()
+        self._require_known(rows)
+        self._state[rows] = _QUEUED
+        self._place[rows] = _NOWHERE
+        self._demoted.add(rows)
+
+    def forget(self, rows: Rows) -> None:
+        self._flush()
+        self._require_known(rows)
+        for row in rows.tolist():
+            self._drop(row)
+
+    # ---- what goes
+
+    def victims(self, n: int) -> Rows:
+        self._flush()
+        first = self._take_demoted(n)
+        self._demoted.put(first)
+        self._find(n - len(first))
+        found = [*first, *islice(self._ready, n - len(first))]
+        return np.array([entry[-1] for entry in found], np.int32)
+
+    def evict(self, n: int, gone: Gone) -> int:
+        self._flush()
+        for evicted in range(n):
+            row = self._next()
+            if row is None:
+                return evicted
+            parent = gone(row)
+            self._drop(row)
+            if parent >= 0 and self._state_at[parent] == _BLOCKED:
+                self._return(parent)
+        return n
+
+    def statistics(self) -> Mapping[str, int]:
+        """`rows` known, of these `main` in the main queue; `ghosts`."""
+        return {"rows": sum(self._rows), "main": self._rows[_MAIN], "ghosts": self._ghosts.count()}
+
+    def check_integrity(self) -> None:
+        self._flush()
+        known = np.flatnonzero(self._state).astype(np.int32)
+        assert len(known) == sum(self._rows), "the count of known rows"
+        entries = [entry for queue in (*self._queues, self._ready) for entry in queue]
+        live = [row for place, row in entries if self._place[row] == place]
+        assert len(set(live)) == len(live), "one live entry per row"
+        reachable = {*live, *self._demoted.offered()}
+        queued = np.flatnonzero(self._state == _QUEUED).tolist()
+        assert set(queued) <= reachable, "a scan finds every row that is not blocked"
+        blocked = known[self._state[known] == _BLOCKED]
+        lost = self._evictable(blocked)
+        assert not lost.any(), f"rows {blocked[lost]} are evictable, but nobody called unblock()"
+        self._ghosts.check_integrity()
+
+    # ---- uses
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, []
+        for rows in pending:
+            self._require_known(rows)
+            for row in rows[::-1].tolist():
+                self._uses_at[row] = min(self._uses_at[row] + 1, _USES_MAX)
+                if self._demoted.discard(row) and self._state_at[row] == _QUEUED:
+                    self._enqueue(row)
+
+    def _require_known(self, rows: Rows) -> None:
+        states = self._state[rows]
+        if np.count_nonzero(states) < len(rows):
+            raise ValueError(f"rows that were never admitted: {rows[states == _UNKNOWN]}")
+
+    def _drop(self, row: int) -> None:
+        self._demoted.discard(row)
+        queue = self._queue_at[row]
+        sifted_out = queue == _SMALL and self._tags is not None
+        if sifted_out and self._ghosts.add(self._tag_at[row], 1, 0):
+            self._ghosts.bury()
+        self._rows[queue] -= 1
+        self._place_at[row] = _NOWHERE
+        self._state_at[row] = _UNKNOWN
+
+    # ---- queues
+
+    def _new_place(self, row: int) -> tuple[int, int]:
+        self._places += 1
+        self._place_at[row] = self._places
+        return self._places, row
+
+    def _enqueue(self, row: int) -> None:
+        """At the new end of its queue."""
+        self._queues[self._queue_at[row]].append(self._new_place(row))
+
+    def _compact(self) -> None:
+        """Keeps stale slots, of rows that left otherwise, from piling up."""
+        for queue, rows in zip(self._queues, self._rows, strict=True):
+            if len(queue) > 2 * rows + _STALE_MAX:
+                live = [slot for slot in queue if self._place_at[slot[1]] == slot[0]]
+                queue.clear()
+                queue.extend(live)
+
+    def _return(self, row: int) -> None:
+        """A row that was blocked may go: at the old end of its queue."""
+        self._state_at[row] = _QUEUED
+        if row in self._demoted:
+            self._demoted.offer(row)
+        else:
+            self._queues[self._queue_at[row]].appendleft(self._new_place(row))
+
+    def _next(self) -> int | None:
+        """The next victim, which leaves its queue."""
+        if self._demoted and (first := self._take_demoted(1)):
+            return first[0][-1]
+        self._find(1)
+        return self._ready.popleft()[1] if self._ready else None
+
+    def _find(self, n: int) -> None:
+        """Scans until `n` victims are ready, or all that may go."""
+        before, self._ready = self._ready, deque()
+        self._make_ready([entry for entry in before if self._place_at[entry[1]] == entry[0]])
+        while len(self._ready) < n and (scanned := self._scan()):
+            self._make_ready(scanned)
+
+    def _make_ready(self, entries: list[Slot]) -> None:
+        """Those of the entries that may go and were not used since."""
+        rows = np.array([row for _, row in entries], np.int32)
+        for entry, good in zip(entries, self._evictable(rows).tolist(), strict=True):
+            row = entry[1]
+            if self._uses_at[row]:
+                self._keep(row)
+            elif good:
+                self._ready.append(entry)
+            else:
+                self._state_at[row] = _BLOCKED
+
+    def _scan(self) -> list[Slot]:
+        """The oldest entries that were not used; the used ones move on. Empty: no more rows."""
+        out: list[Slot] = []
+        small, main = self._queues
+        while len(out) < _SCAN_ROWS and (small or main):
+            from_small = small and (not main or len(small) > SMALL_SHARE * sum(self._rows))
+            place, row = (small if from_small else main).popleft()
+            if self._place_at[row] != place:
+                continue
+            if self._uses_at[row]:
+                self._keep(row)
+            else:
+                out.append((place, row))
+        return out
+
+    def _keep(self, row: int) -> None:
+        """A used row gets another round, in the main queue."""
+        queue = self._queue_at[row]
+        self._uses_at[row] = self._uses_at[row] - 1 if queue == _MAIN else 0
+        self._rows[queue] -= 1
+        self._rows[_MAIN] += 1
+        self._queue_at[row] = _MAIN
+        self._enqueue(row)
+
+    def _take_demoted(self, n: int) -> list[Entry]:
+        taken = self._demoted.take(n, self._evictable)
+        self._state[taken.blocked] = _BLOCKED
+        return taken.going
