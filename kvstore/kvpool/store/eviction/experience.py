@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from kvpool.store.eviction.base import Facts, Rows
 from kvpool.store.eviction.demoted import Entry
-from kvpool.store.eviction.ghosts import Classes, Ghosts, Stamps
+from kvpool.store.eviction.ghosts import Classes, Ghosts, Stamps, Tags
 from kvpool.store.eviction.guard import Guard
 from kvpool.store.eviction.hazards import BUCKETS, KINDS, LIMITS, Hazards, buckets_of
 from kvpool.store.eviction.shadow import LruShadow
+from kvpool.store.eviction.sparse import sparse_zeros
 
 _GHOSTS_PER_ROW = 4
 _BREADTHS = np.array([0, 1, 4, 8, 16])
@@ -27,8 +28,9 @@ _BREADTHS = np.array([0, 1, 4, 8, 16])
 _LESSON_ROWS = 4096
 """Uses that are learned from at once."""
 _RANK_REFERENCES_MIN = 4096
-_CENSUS = 4096
-"""Rows and ghosts that a ranking looks at."""
+_CENSUS = 2048
+_CENSUS_RUNS = 64
+"""Rows, and runs of ghosts, that a ranking looks at."""
 
 _CLASS = np.arange(256)
 _TOUCHED = (_CLASS % KINDS + (_CLASS % 3 < 2)).astype(np.uint8)
@@ -46,7 +48,7 @@ class _Census(NamedTuple):
 
 
 class Experience:
-    """Memory: 17 bytes per row of the capacity, 18 per ghost."""
+    """Memory: 17 bytes per row of the capacity, 16 per ghost."""
 
     def __init__(self, capacity: int, facts: Facts, *, seed: int, cost_per_chunk: float) -> None:
         self._capacity = capacity
@@ -54,10 +56,10 @@ class Experience:
         self._depths = facts.depths if cost_per_chunk else None
         self._cost = cost_per_chunk
         self._random = np.random.default_rng(seed)
-        self.stamps = np.zeros(capacity, np.int64)
+        self.stamps: Stamps = sparse_zeros(capacity, np.int64)
         """Last use by row, in references; 0 for rows that are not known."""
-        self._classes = np.zeros(capacity, np.uint8)
-        self._tag = np.zeros(capacity if facts.tags else 0, np.uint64)
+        self._classes: Classes = sparse_zeros(capacity, np.uint8)
+        self._tag: Tags = sparse_zeros(capacity if facts.tags else 0, np.uint64)
         self.stamps_at = memoryview(self.stamps)
         self._classes_at, self._tag_at = memoryview(self._classes), memoryview(self._tag)
         self._rows_end = 0  # all known rows are below
@@ -199,15 +201,14 @@ class Experience:
         self._next_rank = self._clock + max(_RANK_REFERENCES_MIN, self._capacity)
 
     def _census_of_rows(self) -> _Census:
-        rows = np.arange(self._rows_end)
         if self._rows_end > _CENSUS:
             rows = self._random.integers(0, self._rows_end, _CENSUS)
+        else:
+            rows = np.arange(self._rows_end)
         weight = self._rows_end / max(1, len(rows))
         rows = rows[self.stamps[rows] > 0]
         return _Census(self.stamps[rows], self._classes[rows], np.full(len(rows), weight))
 
     def _census_of_ghosts(self) -> _Census:
-        slots = self._random.integers(0, self.ghosts.capacity, _CENSUS)
-        stamps, classes = self.ghosts.sample(slots)
-        weights = np.full(len(stamps), self.ghosts.capacity / _CENSUS)
-        return _Census(stamps, classes, weights)
+        (stamps, classes), weight = self.ghosts.sample(self._random, _CENSUS_RUNS)
+        return _Census(stamps, classes, np.full(len(stamps), weight))

@@ -6,14 +6,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.store.eviction.base import Rows
+from kvpool.store.eviction.sparse import sparse_zeros
 
 
 class Members:
     """Rows below `capacity`. 8 bytes per row."""
 
     def __init__(self, capacity: int) -> None:
-        self._rows = np.empty(capacity, np.int32)  # dense, in no order
-        self._place = np.zeros(capacity, np.int32)  # in `_rows`, counted from 1; 0: no member
+        self._rows: Rows = sparse_zeros(capacity, np.int32)  # dense, in no order
+        self._place: Rows = sparse_zeros(
+            capacity, np.int32
+        )  # in `_rows`, counted from 1; 0: no member
         self._rows_at, self._place_at = memoryview(self._rows), memoryview(self._place)
         self._count = 0
 

@@ -12,33 +12,36 @@ the learned values do not beat plain LRU, stamps take their place, and the order
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import compress, islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvpool.store.eviction.base import Evictable, Facts, Gone, Hint, Rows
 from kvpool.store.eviction.demoted import Demoted, Entry
 from kvpool.store.eviction.experience import Experience
 from kvpool.store.eviction.members import Members
+from kvpool.store.eviction.sparse import sparse_zeros
 
 SAMPLE_ROWS = 1024
 QUEUE_SHARE = 64
 """Of this many sampled leaves, one becomes a victim: as good as the least of 64."""
 _QUEUE_MIN = 16
 _FRESH_ROWS = 4096
-_PENDING_ROWS = 4096
-"""Uses and new rows that may wait for being looked at; bounds the pause."""
+_PENDING_ROWS = 1024
+_PENDING_CALLS = 16
+"""Uses and new rows that may wait for being looked at: bounds of the pause."""
 _HINT_STEPS = np.array([0.25, 0.85])
 """Borders between the classes of hinted probabilities: it ends, a turn ended, a tool was called."""
 
 # States of a row.
 _UNKNOWN = 0
-_FRESH = 1  # nobody has asked yet whether it may go
-_OPEN = 2  # a member: it could go when last looked at
-_BLOCKED = 3
-_FIRST = 4  # demoted, and not known to be blocked
+_OPEN = 1  # a member: it could go when last looked at
+_FIRST = 2  # demoted, and not known to be blocked
+_FRESH = 3  # nobody has asked yet whether it may go
+_BLOCKED = 4
 
 # What is pending: a hint's level, or one of these.
 _ADMIT = -2
@@ -48,7 +51,7 @@ _TOUCH = -1
 class PhzPolicy:
     """See `kvpool.store.eviction.base.Policy`.
 
-    Memory: 26 bytes per row of the capacity and 18 per ghost, of which there are 4 to 8 per row.
+    Memory: 26 bytes per row of the capacity and 16 per ghost, of which there are 4 to 8 per row.
     Time: a request costs a few array operations, a victim its share of a sample; learning and
     ranking are done every few thousand references and take a few milliseconds.
     """
@@ -69,7 +72,7 @@ class PhzPolicy:
             capacity, facts or Facts(), seed=seed, cost_per_chunk=cost_per_chunk
         )
         self._random = np.random.default_rng(seed + 1)
-        self._state = np.zeros(capacity, np.uint8)
+        self._state: NDArray[np.uint8] = sparse_zeros(capacity, np.uint8)
         self._state_at = memoryview(self._state)
         self._known = 0
         self._pending: list[tuple[int, Rows]] = []
@@ -99,8 +102,7 @@ class PhzPolicy:
             self._defer(1 + int(_HINT_STEPS.searchsorted(hint.will_continue)), rows)
 
     def unblock(self, rows: Rows) -> None:
-        states = self._state[rows]
-        waiting = rows[(states == _BLOCKED) | (states == _FRESH)]
+        waiting = rows[self._state[rows] >= _FRESH]
         if len(waiting):
             self._sort_in(waiting)
 
@@ -209,7 +211,7 @@ class PhzPolicy:
     def _defer(self, what: int, rows: Rows) -> None:
         self._pending.append((what, rows))
         self._pending_rows += len(rows)
-        if self._pending_rows >= _PENDING_ROWS:
+        if self._pending_rows >= _PENDING_ROWS or len(self._pending) >= _PENDING_CALLS:
             self._flush()
 
     def _flush(self) -> None:
@@ -262,19 +264,30 @@ class PhzPolicy:
         """Takes in what is pending; of the queue, the first `n` entries are valid afterwards."""
         self._flush()
         self._sort_in_fresh()
+        queue = self._queue
+        if n == 1:
+            while queue and not self._still(queue[0]):
+                queue.popleft()
+            return
         valid: list[Entry] = []
-        while self._queue and len(valid) < n:
-            front = [self._queue.popleft() for _ in range(min(n - len(valid), len(self._queue)))]
-            valid += [entry for entry, good in zip(front, self._still(front), strict=True) if good]
-        self._queue.extendleft(reversed(valid))
+        while queue and len(valid) < n:
+            front = [queue.popleft() for _ in range(min(n - len(valid), len(queue)))]
+            valid += self._still_among(front)
+        queue.extendleft(reversed(valid))
 
-    def _still(self, entries: Sequence[Entry]) -> list[bool]:
-        """Whether each entry is as it was when it was queued, and may go."""
+    def _still(self, entry: Entry) -> bool:
+        """Whether it is as it was when it was queued, and may go."""
+        _, stamp, row = entry
+        if self._experience.stamps_at[row] != stamp or self._state_at[row] != _OPEN:
+            return False
+        return bool(self._evictable(np.array([row], np.int32))[0])
+
+    def _still_among(self, entries: list[Entry]) -> list[Entry]:
+        """`_still` of many."""
         _, stamps, rows = (np.array(column) for column in zip(*entries, strict=True))
         same = (self._experience.stamps[rows] == stamps) & (self._state[rows] == _OPEN)
         same[same] = self._evictable(rows[same].astype(np.int32))
-        out: list[bool] = same.tolist()
-        return out
+        return list(compress(entries, same.tolist()))
 
     def _fill(self, n: int) -> bool:
         """Lengthens the queue to `n` entries if there are so many; True if it is not empty."""
@@ -286,13 +299,11 @@ class PhzPolicy:
 
     def _enqueue(self, n: int, *, exact: bool) -> bool:
         """Appends the least of all members or of a sample; False if there is nothing new."""
-        if exact:
-            rows = self._open.all()
-        else:
-            rows = np.unique(self._open.at(self._random.integers(0, len(self._open), SAMPLE_ROWS)))
+        rows = self._open.all() if exact else self._sample()
         rows = self._without_blocked(rows)
         if self._queue:
-            rows = rows[~np.isin(rows, [row for _, _, row in self._queue])]
+            queued = {row for _, _, row in self._queue}
+            rows = rows[[row not in queued for row in rows.tolist()]]
         wanted = max(n, _QUEUE_MIN) if exact else max(1, len(rows) // QUEUE_SHARE)
         values = self._experience.values(rows)
         if len(rows) > wanted:
@@ -303,6 +314,11 @@ class PhzPolicy:
         columns = (column[order].tolist() for column in (values, stamps, rows))
         self._queue.extend(zip(*columns, strict=True))
         return len(rows) > 0
+
+    def _sample(self) -> Rows:
+        """Distinct members."""
+        numbers = np.sort(self._random.integers(0, len(self._open), SAMPLE_ROWS))
+        return self._open.at(numbers[np.diff(numbers, prepend=-1) > 0])
 
     def _without_blocked(self, rows: Rows) -> Rows:
         """Those of the members that may go; the others are members no longer."""
