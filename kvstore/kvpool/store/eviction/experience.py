@@ -22,15 +22,18 @@ from kvpool.store.eviction.hazards import BUCKETS, KINDS, LIMITS, Hazards, bucke
 from kvpool.store.eviction.shadow import LruShadow
 from kvpool.store.eviction.sparse import sparse_zeros
 
-_GHOSTS_PER_ROW = 4
+_GHOSTS_PER_ROW = 8
 _BREADTHS = np.array([0, 1, 4, 8, 16])
 """Never seen chunks of a request: at most this many, of breadths 0, 1, ... and 5 beyond."""
 _LESSON_ROWS = 4096
 """Uses that are learned from at once."""
 _RANK_REFERENCES_MIN = 4096
-_CENSUS = 2048
-_CENSUS_RUNS = 64
+_CENSUS = 4096
+_CENSUS_RUNS = 128
 """Rows, and runs of ghosts, that a ranking looks at."""
+
+_STRIDE_WEIGHT = 0.1
+"""Of the newest requests in the average size of a request."""
 
 _CLASS = np.arange(256)
 _TOUCHED = (_CLASS % KINDS + (_CLASS % 3 < 2)).astype(np.uint8)
@@ -68,6 +71,7 @@ class Experience:
         self.hazards = Hazards()
         self._index_at = memoryview(self.hazards.index.reshape(-1))
         self._next_rank = _RANK_REFERENCES_MIN
+        self._stride = 0.0  # references per request: no row is used again sooner than that
         self._lessons: dict[bool, list[tuple[Classes, Stamps]]] = {True: [], False: []}
         self._lesson_rows = 0
         self._shadow = LruShadow(capacity)
@@ -115,6 +119,7 @@ class Experience:
     def review(self) -> bool:
         """After some requests; True if entries made before are worthless now."""
         used = self._clock - self._shadow.newest
+        self._stride += _STRIDE_WEIGHT * (used - self._stride)
         met = np.concatenate(self._met) if self._met else np.empty(0, np.int64)
         self._met = []
         changed = self.guard.account(used, self._own_hits, self._shadow.use(used, met))
@@ -131,7 +136,7 @@ class Experience:
         stamps = self.stamps[rows]
         if not self.guard.trusts:
             return stamps.astype(np.float64)
-        buckets = buckets_of(self._clock - stamps)
+        buckets = buckets_of(self._clock + int(self._stride) - stamps)
         values: NDArray[np.float64] = self.hazards.index[self._classes[rows], buckets]
         if self._depths is not None:
             values *= 1 + self._cost * self._depths(rows)
@@ -142,7 +147,7 @@ class Experience:
         stamp = self.stamps_at[row]
         if not self.guard.trusts:
             return float(stamp), stamp, row
-        bucket = bisect_right(_LIMITS, self._clock - stamp)
+        bucket = bisect_right(_LIMITS, self._clock + int(self._stride) - stamp)
         value: float = self._index_at[self._classes_at[row] * BUCKETS + bucket]
         if self._depths is not None:
             value *= 1 + self._cost * float(self._depths(np.array([row], np.int32))[0])

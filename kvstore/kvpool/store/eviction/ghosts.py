@@ -1,7 +1,8 @@
 """What policies remember of rows that left: bounded, and without a Python object per entry.
 
-A set-associative table: an entry lies in one of the four ways of the set that its tag names, which
-are filled in turn, so that the oldest entry makes way. A set is one cache line::
+A hash table of lines with four entries each. A tag names two lines, and the oldest of their eight
+entries makes way for it, which is nearly the oldest of all: what lasts is what a queue would keep
+(Y. Azar et al., "Balanced allocations", SIAM J. Comput. 29, 1999). A line is a cache line::
 
     tag  tag  tag  tag  stamp·class  stamp·class  stamp·class  stamp·class
 
@@ -18,14 +19,17 @@ from numpy.typing import NDArray
 
 from kvpool.store.eviction.sparse import sparse_zeros
 
-WAYS = 4
+_WAYS = 4
 _CLASS_BITS = 8
 _BURIED_TOGETHER = 64
-_RUN_SETS = 8
+_RUN_LINES = 8
 
 Tags = NDArray[np.uint64]
 Stamps = NDArray[np.int64]
 Classes = NDArray[np.uint8]
+
+
+_NOTHING = np.empty(0, np.uint64)
 
 
 class Ghost(NamedTuple):
@@ -40,12 +44,11 @@ class Ghosts:
     """Room for at least `entries` entries, 16 bytes each; pages are touched as they fill."""
 
     def __init__(self, entries: int) -> None:
-        bits = max(0, (-(-entries // WAYS) - 1).bit_length())
-        self.capacity = WAYS << bits
+        bits = max(0, (-(-entries // _WAYS) - 1).bit_length())
+        self.capacity = _WAYS << bits
         self._mask = np.uint64((1 << bits) - 1)
-        self._lines: Tags = sparse_zeros(2 * self.capacity, np.uint64).reshape(-1, 2 * WAYS)
+        self._lines: Tags = sparse_zeros(2 * self.capacity, np.uint64).reshape(-1, 2 * _WAYS)
         self._words = self._lines.reshape(-1)
-        self._turn: Classes = sparse_zeros(1 << bits, np.uint8)
         self._graves: dict[int, tuple[int, int]] = {}  # the newest, not in the table yet
         self._buried = False
 
@@ -69,19 +72,24 @@ class Ghosts:
     def bury(self) -> Ghost:
         """Gives the newest entries their slots; returns the entries that made way."""
         if not self._graves:
-            return _ghost(np.empty(0, np.uint64))
+            return _ghost(_NOTHING)
         self._buried = True
         tags = np.array(list(self._graves), np.uint64)
-        entries = [stamp << _CLASS_BITS | class_ for stamp, class_ in self._graves.values()]
+        packed = [stamp << _CLASS_BITS | class_ for stamp, class_ in self._graves.values()]
+        entries = np.array(packed, np.uint64)
         self._graves.clear()
-        sets = (tags & self._mask).view(np.int64)
-        # Of several tags in one set, one takes the slot and the others are lost: rare.
-        ways = self._turn[sets]
-        self._turn[sets] = (ways + 1) % WAYS
-        places = sets * (2 * WAYS) + ways
-        before = self._words[places + WAYS]
-        self._words[places] = tags
-        self._words[places + WAYS] = entries
+        lost = [_NOTHING]
+        while len(tags):
+            places = self._oldest(tags)
+            # Of several tags that want one place, the first gets it; the others look again.
+            order = np.argsort(places, kind="stable")
+            first = order[np.diff(places[order], prepend=-1) != 0]
+            chosen = places[first]
+            lost.append(self._words[chosen])
+            self._words[chosen - _WAYS] = tags[first]
+            self._words[chosen] = entries[first]
+            tags, entries = np.delete(tags, first), np.delete(entries, first)
+        before = np.concatenate(lost)
         return _ghost(before[before != 0])
 
     def sample(self, random: np.random.Generator, runs: int) -> tuple[Ghost, float]:
@@ -89,18 +97,18 @@ class Ghosts:
 
         Runs of sets: where tags are random, neighbours are too, and a run is in one page.
         """
-        run = min(_RUN_SETS, len(self._lines))
+        run = min(_RUN_LINES, len(self._lines))
         starts = random.integers(0, len(self._lines) // run, runs) * run
-        entries = self._lines[(starts[:, None] + np.arange(run)).ravel(), WAYS:]
+        entries = self._lines[(starts[:, None] + np.arange(run)).ravel(), _WAYS:]
         return _ghost(entries[entries != 0]), self.capacity / entries.size
 
     def count(self) -> int:
         """Entries. O(capacity)."""
-        return int(np.count_nonzero(self._lines[:, WAYS:])) + len(self._graves)
+        return int(np.count_nonzero(self._lines[:, _WAYS:])) + len(self._graves)
 
     def check_integrity(self) -> None:
         """O(capacity)."""
-        tags, entries = self._lines[:, :WAYS], self._lines[:, WAYS:]
+        tags, entries = self._lines[:, :_WAYS], self._lines[:, _WAYS:]
         assert np.array_equal(tags != 0, entries != 0), "a tag for each entry"
         assert len(self._graves) <= _BURIED_TOGETHER, "graves are bounded"
         live = tags[tags != 0]
@@ -108,15 +116,31 @@ class Ghosts:
 
     def _take_buried(self, tags: Tags) -> tuple[NDArray[np.int64], Ghost]:
         if not self._buried:
-            return np.empty(0, np.int64), _ghost(np.empty(0, np.uint64))
-        sets = (tags & self._mask).view(np.int64)
-        found, ways = (self._lines.take(sets, axis=0)[:, :WAYS] == tags[:, None]).nonzero()
-        places = sets[found] * (2 * WAYS) + ways
-        entries = self._words[places + WAYS]
+            return np.empty(0, np.int64), _ghost(_NOTHING)
+        places = self._places(tags)
+        found, ways = (self._words[places] == tags[:, None]).nonzero()
+        once = np.diff(found, prepend=-1) != 0  # a tag's two lines may be one
+        found, ways = found[once], ways[once]
+        here = places[found, ways]
+        entries = self._words[here + _WAYS]
         if len(found):
-            self._words[places] = 0
-            self._words[places + WAYS] = 0
+            self._words[here] = 0
+            self._words[here + _WAYS] = 0
         return found, _ghost(entries)
+
+    def _oldest(self, tags: Tags) -> NDArray[np.int64]:
+        """For each tag, where the oldest of its eight entries is: an empty one, if there is one."""
+        places = self._places(tags) + _WAYS
+        oldest = self._words[places].argmin(axis=1)
+        out: NDArray[np.int64] = places[np.arange(len(tags)), oldest]
+        return out
+
+    def _places(self, tags: Tags) -> NDArray[np.int64]:
+        """Where each tag may be, shape (n, 8)."""
+        lines = np.stack([tags & self._mask, (tags >> np.uint64(32)) & self._mask], axis=1)
+        places = lines.view(np.int64)[:, :, None] * (2 * _WAYS) + np.arange(_WAYS)
+        out: NDArray[np.int64] = places.reshape(-1, 2 * _WAYS)
+        return out
 
 
 def _ghost(entries: NDArray[np.uint64]) -> Ghost:

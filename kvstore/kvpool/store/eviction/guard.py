@@ -15,6 +15,8 @@ _LOSS_OF_REFERENCES = 0.001
 _LOSS_OF_LEAD = 0.25
 _LOSS_MIN = 8
 """Hits that it may fall back from its best: the smaller of the first two, plus the others."""
+_DEFICIT_OF_REFERENCES = 0.002
+"""With fewer hits than LRU by so much in all, the learned order has to wait."""
 _PAUSE_TURNOVERS = 0.5
 _PAUSE_DOUBLINGS_MAX = 6
 
@@ -39,7 +41,7 @@ class Guard:
         self.lead += own - lru
         if self.trusts:
             return self._watch()
-        if self.references < self._until:
+        if self.references < self._until or self._deficit():
             return False
         self.trusts = True
         self._best = self._start = self.lead
@@ -52,7 +54,8 @@ class Guard:
         )
         if self.lead > self._start + allowance:
             self._doublings = 0
-        if self._best - self.lead <= allowance + _LOSS_OF_LEAD * max(0, self._best):
+        loss = self._best - self.lead
+        if loss <= allowance + _LOSS_OF_LEAD * max(0, self._best) and not self._deficit():
             return False
         pause = _PAUSE_TURNOVERS * self._capacity * 2**self._doublings
         self._until = self.references + int(pause)
@@ -60,3 +63,6 @@ class Guard:
         self.failures += 1
         self.trusts = False
         return True
+
+    def _deficit(self) -> bool:
+        return self.lead < -_DEFICIT_OF_REFERENCES * self.references - _LOSS_MIN

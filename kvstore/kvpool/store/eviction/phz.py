@@ -137,8 +137,11 @@ class PhzPolicy:
             first = deque(self._take_demoted(n))
             evicted = self._evict_from(first, n, gone, freed)
             self._demoted.put(first)
-        while evicted < n and (self._queue or self._fill(1)):
-            evicted += self._evict_from(self._queue, n - evicted, gone, freed)
+        while (missing := n - evicted) > 0:
+            few = len(self._open) <= SAMPLE_ROWS
+            if not self._queue and not self._fill(missing if few else 1):
+                break
+            evicted += self._evict_from(self._queue, missing, gone, freed)
             if not self._queue:
                 self._open_up(freed)
         self._open_up(freed)
@@ -229,8 +232,9 @@ class PhzPolicy:
                 self._promote(rows)
             else:
                 self._experience.hint(rows, what)
-        if self._experience.review():
-            self._queue.clear()
+        share = 0 if self._experience.review() else len(self._open) // QUEUE_SHARE
+        while len(self._queue) > share:  # what is queued must be among the least after these uses
+            self._queue.pop()
 
     def _promote(self, rows: Rows) -> None:
         """Used rows are no longer demoted."""
