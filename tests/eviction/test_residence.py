@@ -4,15 +4,13 @@ The machine is a small store made of the real index and the policy under test. I
 chunk, matches, leases, pins, deletes and evicts in any order, and after each step:
 
 - nothing is resident beyond the capacity;
-- what is resident is prefix-closed: a chunk's parent is resident, or the chunk is an orphan, which a
-  deletion left behind;
+- what is resident is prefix-closed: a chunk's parent is resident, or the chunk is an orphan, which
+  a deletion left behind;
 - what is leased or pinned is resident;
 - orphans are never matched, and go before all others.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -203,13 +201,9 @@ def test_every_policy_keeps_the_residents_in_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", policy_names())
 def test_a_chain_goes_from_its_end_one_chunk_at_a_time(name: str) -> None:
-    store = type("NamedResidence", (Residence,), {"policy_name": name})()
-    chain: Chain = (0, 1, 2, 0, 1, 2)
-    store.publish.__wrapped__(store, chain, at_once=False) if False else publish(store, chain)
+    store: Residence = type("NamedResidence", (Residence,), {"policy_name": name})()
+    chain = (0, 1, 2, 0, 1, 2)
+    Residence.publish(store, chain=chain, at_once=False)
     for left in range(len(chain) - 1, -1, -1):
         store.policy.evict(1, store.gone)
         assert len(store.leading(chain)) == left
-
-
-def publish(store: Residence, chain: Sequence[int]) -> None:
-    Residence.publish(store, chain=tuple(chain), at_once=False)
