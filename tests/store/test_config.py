@@ -73,7 +73,7 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_the_default
     assert shown["lease_s"] == {"value": 6.0, "origin": "environment KVPOOL_LEASE_S"}
     assert shown["drain_s"] == {"value": 7.5, "origin": f"file {file}"}
     assert shown["insecure"]["value"] is True
-    assert shown["policy"] == {"value": "lru", "origin": "default"}
+    assert shown["policy"] == {"value": "phz", "origin": "default"}
 
 
 def test_an_unknown_key_in_the_file_is_refused_with_what_was_probably_meant(tmp_path: Path) -> None:
@@ -96,7 +96,8 @@ def test_variables_of_the_clients_commands_are_left_alone() -> None:
     ("key", "value", "text"),
     [
         ("capacity", "1KiB", "below the minimum"),
-        ("policy", "best", "none of lru"),
+        ("policy", "best", "none of lru, s3fifo, phz"),
+        ("policy", "belady", "knows the future"),
         ("lease_s", "0", "expire at once"),
         ("lease_s", "soon", "seconds"),
         ("drain_s", "-1", "seconds"),

@@ -29,12 +29,16 @@ C = TypeVar("C", bound="LocalChannel")
 class LocalStore:
     """A store in this process; several clients may share it. `close` it when all have closed."""
 
-    def __init__(self, capacity: int, *, chunks: int = 0, policy: str = "lru") -> None:
+    def __init__(self, capacity: int, *, chunks: int = 0, policy: str = "") -> None:
         """`capacity` in bytes, taken page by page as it is written. `chunks` bounds the index
-        (0: in proportion to the capacity). Raises `ConfigError`."""
+        (0: in proportion to the capacity); `policy` evicts (empty: the daemon's default). Raises
+        `ConfigError`."""
         from kvpool.store.embedded import embedded_service
+        from kvpool.store.eviction import DEFAULT_POLICY
 
-        self.service: Service = embedded_service(capacity, chunks=chunks, policy=policy)
+        self.service: Service = embedded_service(
+            capacity, chunks=chunks, policy=policy or DEFAULT_POLICY
+        )
         self._lock = threading.Lock()
         self._posted: deque[tuple[LocalChannel, wire.Request]] = deque()
         self._lost = ""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.proto.errors import ConfigError
-from kvpool.store.eviction import policy_names
+from kvpool.store.eviction import DEFAULT_POLICY, online_policy
 from kvpool.store.pool import CAPACITY_MIN
 from kvpool.store.values import (
     parse_count,
@@ -68,9 +68,10 @@ class ServeConfig:
         "when many different sizes share a small pool.",
     )
     policy: str = _setting(
-        "lru",
-        parse_one_of(policy_names()),
-        f"Eviction policy: {', '.join(policy_names())}.",
+        DEFAULT_POLICY,
+        online_policy,
+        "What is evicted: phz learns when chunks are used again, s3fifo resists scans, lru is the "
+        "plain order of use. Change it to compare; phz keeps up with lru by itself.",
     )
     lease_s: float = _setting(
         30.0,

@@ -6,13 +6,14 @@ import os
 import time
 from collections.abc import Callable
 
+from kvpool.store.eviction import DEFAULT_POLICY
 from kvpool.store.service import Identity, Service, new_domain
 
 
 def embedded_service(
     capacity: int,
     chunks: int = 0,
-    policy: str = "lru",
+    policy: str = DEFAULT_POLICY,
     clock: Callable[[], float] = time.monotonic,
     entropy: Callable[[int], bytes] = os.urandom,
 ) -> Service:

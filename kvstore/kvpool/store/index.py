@@ -36,6 +36,8 @@ ROOT = -1
 ORPHAN = -2
 """`parent` of a chunk whose parent was deleted."""
 
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
 FREE = 0
 LINKED = 1
 ORPHANED = 2
@@ -57,6 +59,8 @@ class Index:
         self._digests = Digests(lines, seed)
         self.find = self._digests.find
         self.find_one = self._digests.find_one
+        self._seed = np.uint64(seed & (1 << 64) - 1)
+        self._keys = lines["key"]
         self.namespace = lines["namespace"]
         self.parent = lines["parent"]
         self.resident = lines["resident"]
@@ -99,6 +103,14 @@ class Index:
     def extent_bytes(self, row: int) -> bytes:
         """Part 0's address and generation, int64 each."""
         return bytes(self._bytes_at[64 * row + 48 : 64 * row + 64])
+
+    def tags(self, rows: Rows) -> npt.NDArray[np.uint64]:
+        """64 bits of each row's namespace and key, mixed: a client cannot choose them."""
+        tags = self.namespace[rows].astype(np.uint64) ^ self._seed
+        for word in self._keys[rows].T:
+            tags = (tags ^ word) * _MIX
+            tags ^= tags >> np.uint64(32)
+        return tags | np.uint64(1)
 
     @property
     def room(self) -> int:

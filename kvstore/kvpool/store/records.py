@@ -10,6 +10,7 @@ import numpy.typing as npt
 from kvpool.proto.errors import InvalidError
 from kvpool.proto.keys import KEY_BYTES
 from kvpool.proto.outcomes import Outcome, Reason
+from kvpool.store.eviction import DEFAULT_POLICY
 
 NO_EXTENT = (-1, 0)
 """(address, generation) of a part that is not there."""
@@ -26,7 +27,7 @@ class StoreOptions:
     region_bytes: int
     chunks: int
     segment_bytes: int = 0
-    policy: str = "lru"
+    policy: str = DEFAULT_POLICY
     lease_s: float = 30.0
     lease_s_max: float = 3600.0
     reserve_max: int = 32

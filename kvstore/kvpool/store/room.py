@@ -9,6 +9,7 @@ is resident is prefix-closed: a stored row's parent is stored, or the row is an 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -19,7 +20,7 @@ from kvpool.proto.outcomes import Reason
 from kvpool.store import segments
 from kvpool.store.allocator import SlabAllocator, segment_size
 from kvpool.store.eviction import make_policy
-from kvpool.store.eviction.base import Policy
+from kvpool.store.eviction.base import Facts, Policy
 from kvpool.store.ghosts import Ghosts
 from kvpool.store.index import FREE, NO_ROW, UNLINKED, Index, Rows
 from kvpool.store.namespaces import KnownNamespace, Namespaces, Shape
@@ -38,6 +39,7 @@ class Room:
         self, options: StoreOptions, seed: int, namespaces: Namespaces, counters: Counters
     ) -> None:
         self.options = options
+        self._seed = seed
         self.index = Index(options.chunks, seed)
         self.ghosts = Ghosts()
         self.namespaces = namespaces
@@ -95,9 +97,17 @@ class Room:
     def policy_of(self, shape: Shape) -> Policy:
         policy = self.policies.get(shape)
         if policy is None:
-            policy = make_policy(self.options.policy, self.options.chunks, self.evictable)
+            facts = Facts(tags=self.index.tags, room=lambda: self._chunks_free(shape))
+            policy = make_policy(
+                self.options.policy, self.options.chunks, self.evictable, facts, self._seed
+            )
             self.policies[shape] = policy
         return policy
+
+    def _chunks_free(self, shape: Shape) -> int:
+        """Chunks of a shape that fit before one has to go."""
+        slots = Counter(shape)
+        return min(self.slabs.free_slots(slot) // parts for slot, parts in slots.items())
 
     def allocate(self, nbytes: int, count: int) -> list[int]:
         """Up to `count` addresses, in no row yet; evicts what must go for them."""

@@ -14,6 +14,7 @@ from typing import Any
 from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.errors import BusyError, DeniedError
 from kvpool.store.connection import Connection
+from kvpool.store.eviction import DEFAULT_POLICY, online_policy
 from kvpool.store.pool import Pool, region_bytes_for
 from kvpool.store.status import domain_status
 from kvpool.store.store import Store, StoreOptions
@@ -104,7 +105,7 @@ def new_domain(
     *,
     chunks: int = 0,
     segment_bytes: int = 0,
-    policy: str = "lru",
+    policy: str = DEFAULT_POLICY,
     lease_s: float = 30.0,
     clock: Callable[[], float],
     entropy: Callable[[int], bytes],
@@ -118,7 +119,7 @@ def new_domain(
         region_bytes=region_bytes,
         chunks=chunks or max(CHUNKS_MIN, capacity // CHUNK_BYTES_SMALL),
         segment_bytes=segment_bytes,
-        policy=policy,
+        policy=online_policy(policy),
         lease_s=lease_s,
     )
     store = Store(options, clock=clock, entropy=entropy)

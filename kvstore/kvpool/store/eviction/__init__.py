@@ -14,7 +14,22 @@ _POLICIES = {
     "belady": "kvpool.store.eviction.belady:BeladyPolicy",
     "phz": "kvpool.store.eviction.phz:PhzPolicy",
 }
+DEFAULT_POLICY = "phz"
 _WITHOUT_FACTS = {"lru"}
+_SEEDED = {"phz"}
+_OFFLINE = {"belady"}
+
+
+def online_policy(name: object) -> str:
+    """`name`, if a store can run that policy. `ConfigError` otherwise."""
+    online = [known for known in _POLICIES if known not in _OFFLINE]
+    if name in _OFFLINE:
+        raise ConfigError(
+            f"{name!r} knows the future: it serves replays; choose {', '.join(online)}"
+        )
+    if name not in online:
+        raise ConfigError(f"{name!r} is none of {', '.join(online)}")
+    return str(name)
 
 
 def policy_names() -> tuple[str, ...]:
@@ -23,12 +38,20 @@ def policy_names() -> tuple[str, ...]:
 
 
 def make_policy(
-    name: str, capacity: int, evictable: Evictable, facts: Facts | None = None
+    name: str,
+    capacity: int,
+    evictable: Evictable,
+    facts: Facts | None = None,
+    seed: int = 0,
 ) -> Policy:
-    """A new, empty policy for rows below `capacity`. `ConfigError` for an unknown name."""
+    """A new, empty policy for rows below `capacity`. `ConfigError` for an unknown name.
+
+    `seed` makes the choices of a policy that samples unpredictable.
+    """
     if name not in _POLICIES:
         raise ConfigError(f"there is no eviction policy {name!r}; choose {', '.join(_POLICIES)}")
     module, _, kind = _POLICIES[name].partition(":")
     known = () if name in _WITHOUT_FACTS else (facts,)
-    policy: Policy = getattr(import_module(module), kind)(capacity, evictable, *known)
+    seeds = {"seed": seed} if name in _SEEDED else {}
+    policy: Policy = getattr(import_module(module), kind)(capacity, evictable, *known, **seeds)
     return policy

@@ -25,6 +25,8 @@ class Facts:
     """64 bits of each row's key: by them a policy recognises a chunk that left and came back."""
     depths: Callable[[Rows], NDArray[np.int64]] | None = None
     """Chunks above each row in its chain."""
+    room: Callable[[], int] | None = None
+    """How many more rows could be known before one has to go. None: all below the capacity."""
     next_uses: Callable[[Rows], NDArray[np.int64]] | None = None
     """When each row will be used next, in any ascending unit: known to replays only."""
 

@@ -61,8 +61,8 @@ class Demoted:
         taken = Taken([], [])
         while self._heap and len(taken.going) < n:
             order, row = heappop(self._heap)
-            if self._order.get(row) != order:
-                continue
+            if self._order.get(row) != order or self._heap[:1] == [(order, row)]:
+                continue  # stale, or offered twice: equal entries come up one after the other
             if evictable(np.array([row], np.int32))[0]:
                 taken.going.append((_VALUE, order, row))
             else:

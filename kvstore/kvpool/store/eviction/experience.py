@@ -23,6 +23,7 @@ from kvpool.store.eviction.shadow import LruShadow
 from kvpool.store.eviction.sparse import sparse_zeros
 
 _GHOSTS_PER_ROW = 8
+_GHOST_ROWS_MIN = 4096
 _BREADTHS = np.array([0, 1, 4, 8, 16])
 """Never seen chunks of a request: at most this many, of breadths 0, 1, ... and 5 beyond."""
 _LESSON_ROWS = 4096
@@ -54,7 +55,9 @@ class Experience:
     """Memory: 17 bytes per row of the capacity, 16 per ghost."""
 
     def __init__(self, capacity: int, facts: Facts, *, seed: int, cost_per_chunk: float) -> None:
-        self._capacity = capacity
+        self._room = facts.room
+        self._known = 0
+        self._capacity = self._fitting(capacity)
         self._tags = facts.tags
         self._depths = facts.depths if cost_per_chunk else None
         self._cost = cost_per_chunk
@@ -67,15 +70,15 @@ class Experience:
         self._classes_at, self._tag_at = memoryview(self._classes), memoryview(self._tag)
         self._rows_end = 0  # all known rows are below
         self._clock = 0  # references so far, and the newest stamp
-        self.ghosts = Ghosts(_GHOSTS_PER_ROW * capacity)
+        self.ghosts = Ghosts(_GHOSTS_PER_ROW * max(self._capacity, min(capacity, _GHOST_ROWS_MIN)))
         self.hazards = Hazards()
         self._index_at = memoryview(self.hazards.index.reshape(-1))
         self._next_rank = _RANK_REFERENCES_MIN
         self._stride = 0.0  # references per request: no row is used again sooner than that
         self._lessons: dict[bool, list[tuple[Classes, Stamps]]] = {True: [], False: []}
         self._lesson_rows = 0
-        self._shadow = LruShadow(capacity)
-        self.guard = Guard(capacity)
+        self._shadow = LruShadow(self._capacity)
+        self.guard = Guard(self._capacity)
         self._own_hits = 0
         self._met: list[Stamps] = []  # earlier stamps of what was used since the last review
 
@@ -84,6 +87,7 @@ class Experience:
     def admit(self, rows: Rows) -> None:
         """New rows get a class, from what is remembered of them if they were here before."""
         fresh = len(rows)
+        self._known += fresh
         classes = np.zeros(fresh, np.uint8)
         if self._tags is not None:
             self._tag[rows] = tags = self._tags(rows)
@@ -110,6 +114,7 @@ class Experience:
 
     def leave(self, row: int) -> None:
         """A known row became a ghost."""
+        self._known -= 1
         if self._tags is not None:
             entry = self._tag_at[row], self.stamps_at[row], self._classes_at[row]
             if self.ghosts.add(*entry):
@@ -118,6 +123,8 @@ class Experience:
 
     def review(self) -> bool:
         """After some requests; True if entries made before are worthless now."""
+        if self._room is not None:
+            self._capacity = self._shadow.capacity = self.guard.capacity = self._fitting(0)
         used = self._clock - self._shadow.newest
         self._stride += _STRIDE_WEIGHT * (used - self._stride)
         met = np.concatenate(self._met) if self._met else np.empty(0, np.int64)
@@ -163,6 +170,10 @@ class Experience:
         self.hazards.load(dumped)
         self._index_at = memoryview(self.hazards.index.reshape(-1))
         self.guard = Guard(self._capacity, learned=True)
+
+    def _fitting(self, otherwise: int) -> int:
+        """Rows that may be known at once. What others hold of the store changes it."""
+        return max(1, self._known + self._room()) if self._room is not None else otherwise
 
     def _stamp(self, rows: Rows) -> None:
         count = len(rows)

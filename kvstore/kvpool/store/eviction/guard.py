@@ -8,7 +8,7 @@ follows another, so that a bad quarter of an hour costs little and a hopeless lo
 
 from __future__ import annotations
 
-_LEARNING_TURNOVERS = 3
+_LEARNING_TURNOVERS = 3.0
 """Capacities of references before the learned order is used at all."""
 _LOSS_OF_CAPACITY = 0.02
 _LOSS_OF_REFERENCES = 0.001
@@ -25,12 +25,14 @@ class Guard:
     """Compares a policy with LRU as it goes. `learned`: tables were loaded, so trust at once."""
 
     def __init__(self, capacity: int, *, learned: bool = False) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
+        """May change as it goes."""
         self.references = 0
         self.lead = 0
         """Own hits beyond those of LRU."""
         self.failures = 0
-        self._until = 0 if learned else _LEARNING_TURNOVERS * capacity
+        self._since = 0
+        self._wait = 0.0 if learned else _LEARNING_TURNOVERS
         self._doublings = 0
         self._best = self._start = 0
         self.trusts = learned
@@ -41,7 +43,8 @@ class Guard:
         self.lead += own - lru
         if self.trusts:
             return self._watch()
-        if self.references < self._until or self._deficit():
+        waited = self.references - self._since
+        if waited < self._wait * self.capacity or self._deficit():
             return False
         self.trusts = True
         self._best = self._start = self.lead
@@ -50,15 +53,15 @@ class Guard:
     def _watch(self) -> bool:
         self._best = max(self._best, self.lead)
         allowance = _LOSS_MIN + min(
-            _LOSS_OF_CAPACITY * self._capacity, _LOSS_OF_REFERENCES * self.references
+            _LOSS_OF_CAPACITY * self.capacity, _LOSS_OF_REFERENCES * self.references
         )
         if self.lead > self._start + allowance:
             self._doublings = 0
         loss = self._best - self.lead
         if loss <= allowance + _LOSS_OF_LEAD * max(0, self._best) and not self._deficit():
             return False
-        pause = _PAUSE_TURNOVERS * self._capacity * 2**self._doublings
-        self._until = self.references + int(pause)
+        self._since = self.references
+        self._wait = _PAUSE_TURNOVERS * 2**self._doublings
         self._doublings = min(self._doublings + 1, _PAUSE_DOUBLINGS_MAX)
         self.failures += 1
         self.trusts = False

@@ -20,7 +20,8 @@ class LruShadow:
     """Fed with every use; the n-th use ever has stamp n, from 1."""
 
     def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
+        """May change as it goes."""
         self._size = max(1, capacity // _BLOCKS_PER_CAPACITY)
         self._live = np.zeros(_BLOCKS_MIN, np.int64)  # entries by block, from `_base` on
         self._base = 0
@@ -40,7 +41,7 @@ class LruShadow:
         here = blocks[blocks >= self._cutoff] - self._base
         np.subtract.at(self._live, here, 1)
         self._held += count - len(here)
-        while self._held > self._capacity:
+        while self._held > self.capacity:
             self._held -= int(self._live[self._cutoff - self._base])
             self._cutoff += 1
         return len(here)
