@@ -355,3 +355,36 @@ class Allocations(RuleBasedStateMachine):
 
 TestAllocations = Allocations.TestCase
 TestAllocations.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@given(st.data())
+def test_slots_that_were_claimed_are_as_if_they_had_been_allocated(data: st.DataObject) -> None:
+    sizes = (64, 200, 4096, 5000)
+    first, again = SlabAllocator(1 << 16, 1 << 14), SlabAllocator(1 << 16, 1 << 14)
+    first.add_region(), again.add_region()
+    held: dict[int, list[int]] = {}
+    for size in data.draw(st.lists(st.sampled_from(sizes), min_size=1, max_size=40)):
+        held.setdefault(size, []).extend(first.allocate(size, 3).tolist())
+    for size, addresses in held.items():
+        drop = data.draw(st.sets(st.sampled_from(addresses))) if addresses else set()
+        first.free(np.array(sorted(drop), np.int64))
+        held[size] = [address for address in addresses if address not in drop]
+    for size, addresses in held.items():
+        assert again.claim(np.array(addresses, np.int64), size).all()
+    again.check_integrity()
+    assert again.statistics() == first.statistics()
+    for addresses in held.values():
+        again.free(np.array(addresses, np.int64))
+    again.check_integrity()
+    assert again.statistics().used_bytes == 0
+
+
+def test_claims_that_cannot_be_are_refused_and_take_nothing() -> None:
+    slabs = SlabAllocator(1 << 16, 1 << 14)
+    slabs.add_region()
+    wanted = np.array([0, 0, 4096, 100, 1 << 16, -64, 1 << 14], np.int64)
+    assert slabs.claim(wanted, 4096).tolist() == [True, False, True, False, False, False, True]
+    assert slabs.claim(np.array([0, 64], np.int64), 64).tolist() == [False, False]
+    assert slabs.claim(np.array([4096, 8192], np.int64), 4096).tolist() == [False, True]
+    slabs.check_integrity()
+    assert slabs.statistics().used_bytes == 4 * 4096

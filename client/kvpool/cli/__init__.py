@@ -17,6 +17,7 @@ COMMANDS = {
     "config": "kvpool.cli.config:config",
     "demo": "kvpool.cli.demo:demo",
     "explain": "kvpool.cli.explain:explain",
+    "fsck": "kvpool.cli.fsck:fsck",
     "keys": "kvpool.cli.keys:keys",
     "ping": "kvpool.cli.ping:ping",
     "rm": "kvpool.cli.rm:rm",

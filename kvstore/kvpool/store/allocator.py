@@ -139,6 +139,14 @@ class _SizeClass:
         self.free[row] = position + 1
         self.free_slots += 1
 
+    def claim(self, row: int, slots: Integers) -> None:
+        """Hand out certain free slots of a row."""
+        self.used[row, slots] = True
+        free = np.flatnonzero(~self.used[row])[::-1]
+        self.stack[row, : len(free)] = self.slots - 1 - np.arange(len(free)) - free
+        self.free_slots -= int(self.free[row]) - len(free)
+        self.free[row] = len(free)
+
     def take(self, rows: Integers, counts: Integers) -> Integers:
         """Hand out ``counts[i]`` slots of each row; returns their numbers."""
         row = np.repeat(rows, counts)
@@ -251,6 +259,42 @@ class SlabAllocator:
             self._free_few(addresses.tolist())
         else:
             self._free(addresses)
+
+    def claim(self, addresses: Addresses, nbytes: int) -> NDArray[np.bool_]:
+        """Hands out these addresses for `nbytes` each, as they were in an earlier life.
+
+        False, and nothing changed, for those where it cannot be: not a slot of the class, in a
+        segment that serves another class, taken, or named before in the same call.
+        """
+        size = self.slot_bytes(nbytes)
+        inside = (addresses >= 0) & (addresses < self.capacity_bytes)
+        segments, offsets = np.divmod(np.where(inside, addresses, 0), self.segment_bytes)
+        slots, rest = np.divmod(offsets, size)
+        good: NDArray[np.bool_] = inside & (rest == 0) & (slots < self.segment_bytes // size)
+        good &= np.isin(self._slot_bytes[segments], (0, size))
+        first = np.zeros(len(addresses), np.bool_)
+        first[np.unique(addresses, return_index=True)[1]] = True
+        good &= first
+        chosen = np.flatnonzero(good)
+        if not len(chosen):
+            return good
+        kind = self._classes.get(size)
+        if kind is None:
+            kind = self._classes[size] = _SizeClass(size, self.segment_bytes // size)
+        chosen = chosen[np.argsort(segments[chosen], kind="stable")]
+        numbers, starts = np.unique(segments[chosen], return_index=True)
+        for segment, mine in zip(numbers.tolist(), np.split(chosen, starts[1:]), strict=True):
+            if not self._slot_bytes[segment]:
+                self._slot_bytes[segment] = size
+                self._row[segment] = kind.add(segment)
+            row = int(self._row[segment])
+            taken = kind.used[row, slots[mine]]
+            good[mine[taken]] = False
+            kind.claim(row, slots[mine[~taken]])
+        self._free_segments = np.flatnonzero(self._slot_bytes == 0).tolist()  # ascending: a heap
+        in_use = np.sort(kind.segment[kind.segment >= 0])
+        kind.open = in_use[kind.free[self._row[in_use]] > 0].tolist()
+        return good
 
     def free_slots(self, nbytes: int) -> int:
         """How many slots for `nbytes` can be allocated without evicting anything."""

@@ -1,0 +1,1 @@
+"""The SSD tier: chunks that outlive memory and processes."""
