@@ -90,7 +90,8 @@ def test_what_was_announced_is_there_in_the_next_life(tmp_path: Path) -> None:
 
 def test_a_thread_that_fails_gives_its_error_to_the_owner() -> None:
     woken = threading.Event()
-    lanes, got = Threads(1, 1, woken.set), []
+    lanes = Threads(1, 1, woken.set)
+    got: list[Any] = []
     lanes.submit(Lane.READ, lambda: 1 // 0, got.append)
     assert woken.wait(30)
     assert lanes.poll() == 1 and isinstance(got[0], ZeroDivisionError)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvpool.store.ssd.condition import HANG_S, RETRY_S
+from kvpool.store.ssd.disk import COMMIT_MAX
 from kvpool.store.ssd.entries import Entry
-from kvpool.store.ssd.tier import COMMIT_MAX, FREE_BYTES_MIN, LOOK_S, Draft, Piece, Read, Refusal
+from kvpool.store.ssd.tier import FREE_BYTES_MIN, LOOK_S, Draft, Piece, Read, Refusal
 from kvpool.store.ssd.verify import forms_of
 from tests.ssd.samples import (
     BLOCK,
@@ -106,7 +109,8 @@ def test_parts_that_come_later_join_the_entry() -> None:
     space = namespace(4100, 100, model="two parts")
     digest = space.digest("default")
     forms = forms_of(space, digest)
-    key, shelf, announced = key_of("a"), Shelf(), []
+    key, shelf = key_of("a"), Shelf()
+    announced: list[Any] = []
     extents = [extent_of(key, 1, form) for form in forms]
     first = Draft(key, 1, b"", [Piece(1, 1, extents[1], 2)], announced.append)
     assert shelf.tier.write(first) is None
@@ -121,8 +125,8 @@ def test_parts_that_come_later_join_the_entry() -> None:
 
 
 def test_an_entry_whose_later_part_fails_keeps_the_first_one() -> None:
-    shelf, announced = Shelf(), []
-    key = key_of("a")
+    shelf, key = Shelf(), key_of("a")
+    announced: list[Any] = []
     entry = shelf.store(key)
     later_part = Draft(
         key, 1, b"", [Piece(1, 1, extent_of(key, 1), 2)], announced.append, kept=entry.extents
