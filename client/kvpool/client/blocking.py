@@ -31,6 +31,7 @@ REST_S = 1.0
 """How long the rest of a large one may wait for room."""
 
 _AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+_WATCHED = select.POLLIN | select.POLLRDHUP
 _CLOSED = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
@@ -40,6 +41,7 @@ class SocketChannel:
     def __init__(self, stream: Stream, address: str) -> None:
         self._stream = stream
         self._fd = stream.fileno()
+        self._looks: list[select.poll] = []
         self._address = address
         self._session = protocol.ClientSession()
         self._lock = threading.Lock()
@@ -68,9 +70,13 @@ class SocketChannel:
 
     def _look(self) -> int:
         """What the socket has for us just now, as `poll` says it."""
-        look = select.poll()  # a shared one would not be thread-safe
-        look.register(self._fd, select.POLLIN | select.POLLRDHUP)
+        try:
+            look = self._looks.pop()  # one thread at a time may use it
+        except IndexError:
+            look = select.poll()
+            look.register(self._fd, _WATCHED)
         found = look.poll(0)
+        self._looks.append(look)
         return found[0][1] if found else 0
 
     def call(self, body: Message | None, end: float) -> Message | None:

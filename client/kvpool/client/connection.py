@@ -62,6 +62,7 @@ class Connection:
         """`backoff` learns when a deadline passes: later requests then fail at once for a while."""
         self.channel = channel
         self.welcome = welcome
+        self.keys_max, self.frame_bytes_max = welcome.keys_max, welcome.frame_bytes_max
         self.data = data
         """Data connections, if the daemon offers them."""
         self._regions: Regions | None = None

@@ -14,6 +14,8 @@ SECONDS_MAX = ((1 << 32) - 1) // 1000
 
 def milliseconds(seconds: float) -> int:
     """A duration as it travels, rounded up: 0 stays "the default". Raises `InvalidError`."""
+    if not seconds:
+        return 0
     if not 0 <= seconds <= SECONDS_MAX:
         raise InvalidError(f"a duration of {seconds} s; 0 to {SECONDS_MAX} s are possible")
     return math.ceil(seconds * 1000)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvpool.client.effects import Steps
 from kvpool.client.fields import milliseconds, outcomes_of
@@ -23,8 +23,7 @@ EXTENT_BYTES = 16
 """Of one item in the column of extents."""
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
+class Query(NamedTuple):
     """What a match asks for; see `Session.match`."""
 
     prompt: Prompt
@@ -37,9 +36,9 @@ class Query:
 def match(session: SessionCore, query: Query) -> Steps[Match]:
     """See `Session.match`."""
     mask = session.namespace.part_mask(query.parts)
-    request = wire.Match(parts=mask, lease_ms=milliseconds(query.lease_s), peek=query.peek)
+    lease_ms = milliseconds(query.lease_s)
     try:
-        membership = yield from session.joined()
+        membership = session.present or (yield from session.joined())
     except KvpoolError as error:
         known = session.membership is not None
         keys = session.keys(query.prompt, query.extras) if known else b""
@@ -48,10 +47,12 @@ def match(session: SessionCore, query: Query) -> Steps[Match]:
     keys = keys[: _most(membership, mask.bit_count()) * KEY_BYTES]
     if not keys:
         return Match(keys, session.namespace.chunk_tokens)
-    request.namespace, request.keys = membership.number, keys
+    request = wire.Match(
+        namespace=membership.number, keys=keys, parts=mask, lease_ms=lease_ms, peek=query.peek
+    )
     started = time.monotonic()
     try:
-        matched = yield from membership.ask(request, wire.Matched)
+        matched = yield from membership.connection.ask(request, wire.Matched)
         return _matched(membership, keys, matched, mask, started)
     except KvpoolError as error:
         return _no_match(session, keys, error)
@@ -99,8 +100,8 @@ def renew(match: Match, lease_s: float) -> Steps[Outcome]:
 
 def _most(membership: Membership, parts: int) -> int:
     """Keys in one request: what the daemon takes, and what its answer has room for."""
-    welcome = membership.connection.welcome
-    return int(min(welcome.keys_max, welcome.frame_bytes_max // (2 * EXTENT_BYTES * parts)))
+    connection = membership.connection
+    return min(connection.keys_max, connection.frame_bytes_max // (2 * EXTENT_BYTES * parts))
 
 
 def _matched(

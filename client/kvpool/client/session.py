@@ -44,7 +44,7 @@ class Identity:
 
     def keys(self, prompt: Prompt, extras: Sequence[Extra] | None) -> bytes:
         """Packed keys of the full chunks of `prompt`; packed keys are returned as they are."""
-        if isinstance(prompt, bytes | bytearray | memoryview):
+        if isinstance(prompt, (bytes, bytearray, memoryview)):
             keys = bytes(prompt)
             if len(keys) % KEY_BYTES:
                 raise InvalidError(f"{len(keys)} bytes are no multiple of {KEY_BYTES}-byte keys")
@@ -96,8 +96,19 @@ class SessionCore:
         except (UnreachableError, BusyError):
             return
 
+    @property
+    def present(self) -> Membership | None:
+        """The membership, if there is one to be used without further ado."""
+        membership = self.membership
+        if membership is None or membership.connection is not self.client.ready:
+            return None
+        return membership
+
     def joined(self) -> Steps[Membership]:
         """The membership on the present connection. Raises what keeps it from being had."""
+        membership = self.present
+        if membership is not None:
+            return membership
         connection = self.client.ready or (yield from self.client.connected())
         membership = self.membership
         if membership is None or membership.connection is not connection:

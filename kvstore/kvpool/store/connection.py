@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvpool")
 
+LEASE_BYTES = 16
+
 
 class Connection:
     """One client's requests. `close` gives back all that it holds."""
@@ -93,8 +95,8 @@ class Connection:
     def handle(self, request: wire.Request) -> Message | None:
         """The answer, an Error if it cannot be served; None if none is wanted (one-way)."""
         verb = request.WhichOneof("body")
-        counters = self.service.counters
-        counters.requests[verb or "unknown"] = counters.requests.get(verb or "unknown", 0) + 1
+        requests = self.service.counters.requests
+        requests[verb or "unknown"] = requests.get(verb or "unknown", 0) + 1
         try:
             if verb is None:
                 raise InvalidError("this version does not know the verb; upgrade the daemon")
@@ -116,8 +118,8 @@ class Connection:
 
     def _refusal(self, error: KvpoolError) -> wire.Error:
         name = type(error).__name__
-        counters = self.service.counters
-        counters.errors[name] = counters.errors.get(name, 0) + 1
+        errors = self.service.counters.errors
+        errors[name] = errors.get(name, 0) + 1
         return protocol.error_body(error)
 
     # ---- connection and namespace
@@ -177,25 +179,22 @@ class Connection:
     # ---- reading
 
     def _match(self, request: wire.Match) -> Message:
-        check_keys(request.keys)
-        if not request.peek:
+        keys, peek = request.keys, request.peek
+        check_keys(keys)
+        if self.service.draining and not peek:
             self._check_draining()
-        match = self.store.match(
-            self.session,
-            request.namespace,
-            request.keys,
-            request.parts,
-            request.lease_ms / 1000,
-            request.peek,
-        )
-        return matched(match)
+        store, session = self._session_of_store
+        lease_s = request.lease_ms / 1000
+        return matched(store.match(session, request.namespace, keys, request.parts, lease_s, peek))
 
     def _adopt(self, request: wire.Adopt) -> Message:
         return matched(self.store.adopt(self.session, request.lease, request.parts))
 
     def _release(self, request: wire.Release) -> Message:
-        leases = [request.leases[i : i + 16] for i in range(0, len(request.leases), 16)]
-        return verdict([self.store.release(self.session, lease) for lease in leases])
+        store, session = self._session_of_store
+        packed = request.leases
+        leases = [packed[i : i + LEASE_BYTES] for i in range(0, len(packed), LEASE_BYTES)]
+        return verdict([store.release(session, lease) for lease in leases])
 
     def _touch(self, request: wire.Touch) -> Message:
         ttl = request.lease_ms / 1000

@@ -65,6 +65,8 @@ class ControlProtocol(asyncio.Protocol):
         self._pending: deque[wire.Request | None] = deque()
         self._working = False
         """`_work` is due."""
+        self._greeting = True
+        """No Hello was answered yet."""
         self._full = False
         """The peer does not take its answers."""
         self._deaf = False
@@ -103,14 +105,22 @@ class ControlProtocol(asyncio.Protocol):
     def _work(self) -> None:
         """Answers what is pending, for a short time: then it is the others' turn."""
         self._working = False
-        until = time.monotonic() + TURN_S
-        answers = []
-        while self._pending and time.monotonic() < until:
-            answers.append(self._answer(self._pending.popleft()))
-        if answers:
-            self._transport.write(b"".join(answers))
+        pending = self._pending
+        if not pending:
+            return
+        answer = self._answer(pending.popleft())
+        if pending:
+            until = time.monotonic() + TURN_S
+            answers = [answer]
+            while pending and time.monotonic() < until:
+                answers.append(self._answer(pending.popleft()))
+            answer = b"".join(answers)
+        if answer:
+            self._transport.write(answer)
+        if self._greeting:
             self._check_hello()
-        self._go_on()
+        if pending or self._paused:
+            self._go_on()
 
     def _go_on(self) -> None:
         """Reads only while nothing is pending and the peer takes its answers."""
@@ -127,6 +137,7 @@ class ControlProtocol(asyncio.Protocol):
     def _check_hello(self) -> None:
         """After the first answers. A ping is none to wait for."""
         if self._connection.welcomed:
+            self._greeting = False
             self._hello_timer.cancel()
         elif self._session.state is protocol.State.READY:  # refused, and there is no second one
             self._hello_timer.cancel()

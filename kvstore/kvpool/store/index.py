@@ -55,6 +55,8 @@ class Index:
     def __init__(self, capacity: int, seed: int) -> None:
         self.capacity = capacity
         self.count = 0
+        self.orphaned = 0
+        """Rows in the state ORPHANED."""
         lines = np.zeros(capacity + 1, LINE)  # the last one stands for NO_ROW
         self._digests = Digests(lines, seed)
         self.find = self._digests.find
@@ -129,6 +131,7 @@ class Index:
         if parent >= 0:
             self._attach(row, parent)
             self.state_at[row] = self.state_at[parent]
+            self.orphaned += self.state_at[row] == ORPHANED
         return row
 
     def adopt(self, row: int, parent: int) -> None:
@@ -137,12 +140,15 @@ class Index:
         REQUIRES: the parent of `row` is ORPHAN, `parent` is LINKED (hence not below `row`).
         """
         self._attach(row, parent)
-        self.state[self.subtree(row)] = LINKED
+        family = self.subtree(row)
+        self.state[family] = LINKED
+        self.orphaned -= len(family)
 
     def unlink(self, row: int) -> list[int]:
         """Takes `row` out of table and tree; what was below it, parents first, is ORPHANED."""
         self._digests.remove(row)
         self._detach(row)
+        self.orphaned -= self.state_at[row] == ORPHANED
         self.state_at[row] = UNLINKED
         self.count -= 1
         if not self.children_at[row]:
@@ -150,6 +156,7 @@ class Index:
         for child in self.children_of(row):
             self.parent_at[child] = ORPHAN
         below = self.subtree(row)[1:]
+        self.orphaned += int(np.count_nonzero(self.state[below] == LINKED))
         self.state[below] = ORPHANED
         self.children_at[row] = self._first_child_at[row] = 0
         return below
@@ -196,6 +203,7 @@ class Index:
 
     def unlink_all(self, rows: Rows) -> None:
         """Unlinks whole namespaces at once: no row outside `rows` is below or above one inside."""
+        self.orphaned -= int(np.count_nonzero(self.state[rows] == ORPHANED))
         self.state[rows] = UNLINKED
         self.parent[rows] = ROOT
         self.children[rows] = 0
@@ -251,6 +259,8 @@ class Index:
         """Asserts that table, tree, states and counts agree. O(rows)."""
         linked, live = self.linked_rows(), self.live_rows()
         assert len(linked) == self.count == len(self._digests)
+        self._digests.check_integrity()
+        assert self.orphaned == np.count_nonzero(self.state == ORPHANED)
         assert len(live) + self._free_rows == self._fresh
         reached = []
         for row in linked.tolist():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,7 @@ from kvpool.store.room import Room
 _FEW = 8  # up to this many keys plain Python beats the fixed cost of NumPy calls
 
 
-@dataclass(slots=True)
-class Run:
+class Run(NamedTuple):
     """The leading `hits` of the keys that were asked for; `first`: their extents of part 0."""
 
     hits: int
@@ -113,13 +112,14 @@ class Reads:
         if not hits or self._index.state_at[int(found.rows[0])] != LINKED:
             return 0
         rows = found.rows[:hits]
-        gaps = found.parent[1:hits] != rows[:-1]
-        if not np.count_nonzero(gaps):  # in a tree, then all are linked to the root, and distinct
+        breaks = (found.parent[1:hits] != rows[:-1]).nonzero()[0]
+        if not len(breaks):  # in a tree, then all are linked to the root, and distinct
             return hits
-        breaks = gaps.nonzero()[0]
         ordered = np.sort(rows)
         if np.count_nonzero(ordered[1:] == ordered[:-1]):
             raise InvalidError("the chain holds the same key twice")
+        if not self._index.orphaned:
+            return hits
         for at in breaks[found.parent[breaks + 1] == ORPHAN].tolist():
             if self._index.state_at[above := int(rows[at])] == LINKED:  # it was published again
                 self._index.adopt(int(rows[at + 1]), above)

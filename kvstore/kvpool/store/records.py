@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,8 +48,7 @@ class StoreSession:
     quarantined_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """`hits` leading chunks are servable; `extents` is (hits, parts, 2) int64 as bytes."""
 
     hits: int

@@ -68,7 +68,7 @@ class FrameDecoder:
     __slots__ = ("_broken", "_buffer", "_start")
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._buffer: bytes | bytearray = b""  # as received; a bytearray once it has to grow
         self._start = 0  # of the first byte that was not taken
         self._broken = False
 
@@ -83,27 +83,41 @@ class FrameDecoder:
     def push(self, data: bytes | bytearray | memoryview) -> None:
         """Appends `data`; `take` returns what it completes. Raises `ProtocolError` once broken."""
         self._check()
-        self._buffer += data
+        if self._start == len(self._buffer):
+            self._buffer = bytes(data)  # mostly whole frames, which are cut without another copy
+        else:
+            rest = self._buffer
+            if isinstance(rest, bytes):
+                rest = bytearray(rest[self._start :])
+            else:
+                del rest[: self._start]
+            rest += data
+            self._buffer = rest
+        self._start = 0
 
     def take(self, limit: int = MAX_FRAME) -> bytes | None:
         """The next body, or None until more was pushed. Raises `ProtocolError` above `limit`."""
         self._check()
         buffer, start = self._buffer, self._start
         body_start = start + PREFIX.size
-        if body_start <= len(buffer):
-            (length,) = PREFIX.unpack_from(buffer, start)
-            if length > limit:
-                self._broken = True
-                self._buffer, self._start = bytearray(), 0
-                body_length(buffer[start:body_start], limit)
-            end = body_start + length
-            if end <= len(buffer):
-                self._start = end
-                with memoryview(buffer) as view:
-                    return bytes(view[body_start:end])
-        del buffer[:start]
-        self._start = 0
-        return None
+        if body_start > len(buffer):
+            return None
+        (length,) = PREFIX.unpack_from(buffer, start)
+        if length > limit:
+            self._broken = True
+            self._buffer, self._start = b"", 0
+            body_length(buffer[start:body_start], limit)
+        end = body_start + length
+        if end > len(buffer):
+            return None
+        if end == len(buffer):
+            self._buffer, self._start = b"", 0
+        else:
+            self._start = end
+        if isinstance(buffer, bytes):
+            return buffer[body_start:end]
+        with memoryview(buffer) as view:
+            return bytes(view[body_start:end])
 
     @property
     def buffered(self) -> int:

@@ -47,6 +47,9 @@ _NESTED_RESPONSES = frozenset({wire.Response.WELCOME_FIELD_NUMBER})
 _TOP_FIELDS_MAX = 16
 
 
+_BYTE = [bytes((byte,)) for byte in range(256)]
+
+
 class _Kind(NamedTuple):
     """How a message travels in its envelope."""
 
@@ -66,6 +69,10 @@ def _kinds(envelope: type[Message], nested: frozenset[int]) -> dict[type[Message
 
 
 def _as_varint(number: int) -> bytes:
+    if number <= 0x7F:
+        return _BYTE[number]
+    if number <= 0x3FFF:
+        return _BYTE[number & 0x7F | 0x80] + _BYTE[number >> 7]
     out = bytearray()
     while number > 0x7F:
         out.append(number & 0x7F | 0x80)
@@ -165,8 +172,10 @@ def _serialized(
     if not 0 <= request_id < 1 << 64:
         raise InvalidError(f"request id {request_id} is no unsigned 64-bit number")
     content = message.SerializeToString()
-    number = b"\x08" + _as_varint(request_id) if request_id else b""
-    body = b"".join((number, kind.tag, _as_varint(len(content)), content))
+    head = kind.tag + _as_varint(len(content))
+    if request_id:
+        head = b"\x08" + _as_varint(request_id) + head
+    body = head + content
     if kind.nested and len(body) > NESTED_MAX:
         raise TooLargeError(
             f"{message.DESCRIPTOR.name} has {len(body)} bytes; the limit is {NESTED_MAX}"
