@@ -48,15 +48,16 @@ BELOW_LAZILY = {
 
 # Modules that only the listed files may import; an empty list forbids the module.
 ALLOWED: Mapping[str, frozenset[str]] = {
-    "torch": frozenset(),
     "lmdb": frozenset({"kvstore/kvpool/store/ssd/lmdb_catalogue.py"}),
+    "torch": frozenset({"client/kvpool/client/engines/hf.py"}),
+    "transformers": frozenset({"client/kvpool/client/engines/hf.py"}),
     "redis": frozenset(),
     "pickle": frozenset(),
     "marshal": frozenset(),
     "shelve": frozenset(),
     "yaml": frozenset(),
 }
-ONLY_LAZILY = frozenset({"lmdb", "torch"})
+ONLY_LAZILY = frozenset({"lmdb", "torch", "transformers"})
 FORBIDDEN_CALLS = frozenset({"eval", "exec", "torch.load"})
 
 
