@@ -9,6 +9,7 @@ import pytest
 
 from kvpool.cli import main
 from kvpool.proto.errors import ConfigError, DeniedError
+from kvpool.store.accounts import Limits
 from kvpool.store.config import ServeConfig, default_socket, load
 from kvpool.store.tenants import Tenants, is_loopback, load_tenants
 from kvpool.store.values import parse_size
@@ -28,6 +29,15 @@ capacity = "64MiB"
 capacity = "32MiB"
 [http]
 token = "{TOKEN_HTTP}"
+"""
+
+
+LIMITED = f"""
+[tenants.a]
+token = "{TOKEN_A}"
+domain = "x"
+reserve = "{{reserve}}"
+quota = "{{quota}}"
 """
 
 
@@ -228,6 +238,9 @@ def test_metrics_have_a_token_of_their_own(tmp_path: Path) -> None:
         (TENANTS.replace("domains.apart", "domains.appart"), "did you mean 'appart'"),
         (TENANTS.replace(TOKEN_HTTP, TOKEN_A), "also a tenant's"),
         (TENANTS.replace("map = false", "map = 0"), "neither true nor false"),
+        (LIMITED.format(reserve="2GiB", quota="1GiB"), "beyond its quota"),
+        (LIMITED.format(reserve="0", quota="0"), "for none, leave it out"),
+        (LIMITED.format(reserve="2GiB", quota="3GiB"), "reserve 2147483648 bytes of 1073741824"),
     ],
 )
 def test_a_tenants_file_that_cannot_be_meant_is_refused(
@@ -235,6 +248,12 @@ def test_a_tenants_file_that_cannot_be_meant_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         tenants_of(tmp_path, text)
+
+
+def test_reserve_and_quota_are_bytes_of_the_tenants_domain(tmp_path: Path) -> None:
+    tenants = tenants_of(tmp_path, LIMITED.format(reserve="256MiB", quota="0.5GiB"))
+    assert tenants.limits_of("x") == {"a": Limits(reserve=1 << 28, quota=1 << 29)}
+    assert tenants.limits_of("y") == {}
 
 
 def test_a_single_domain_gets_the_capacity_of_the_daemon(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from kvpool.proto.errors import (
     TooLargeError,
 )
 from kvpool.proto.outcomes import Outcome, Reason
+from kvpool.store.pins import CLAIMS_MAX
 from kvpool.store.store import Store, StoreOptions
 from tests.store.world import (
     SEGMENT,
@@ -392,7 +393,7 @@ def test_a_write_below_one_that_was_given_up_has_no_parent_and_leaves_nothing() 
 # Pins, hints, reports
 
 
-def test_pinning_a_chain_again_replaces_its_pin() -> None:
+def test_two_pinners_of_a_chain_must_both_unpin_it() -> None:
     world = World()
     known, session = world.open(WHOLE), world.session()
     keys = chain("x", 3)
@@ -406,7 +407,54 @@ def test_pinning_a_chain_again_replaces_its_pin() -> None:
         0,
     ]
     assert world.store.unpin(session, known.id, b"".join(keys)) is Outcome.OK
+    assert world.store.explain(session, known.id, keys[0])[0].pins == 1
+    assert world.store.unpin(session, known.id, b"".join(keys)) is Outcome.OK
+    assert world.store.explain(session, known.id, keys[0])[0].pins == 0
     assert world.store.unpin(session, known.id, b"".join(keys)) is Outcome.MISS
+
+
+def test_a_pin_lasts_as_long_as_its_longest_claim_whoever_unpins() -> None:
+    world = World()
+    known, session = world.open(WHOLE), world.session()
+    key = chain("x", 1)[0]
+    world.publish(session, known, [key])
+    for ttl_s in (0.0, 60.0, 10.0):
+        world.store.pin(session, known.id, key, ttl_s=ttl_s)
+    world.clock.now += 10
+    world.store.reap()
+    assert world.store.unpin(session, known.id, key) is Outcome.OK, "the one of 60 s"
+    world.clock.now += 1e6
+    world.store.reap()
+    assert world.store.explain(session, known.id, key)[0].pins == 1, "until it is unpinned"
+    assert world.store.unpin(session, known.id, key) is Outcome.OK
+    assert world.store.figures()["pinned"] == 0
+    world.store.check_integrity()
+
+
+def test_what_would_pin_more_than_may_be_is_refused_with_figures_and_pins_nothing() -> None:
+    world = World(options={"pinned_share": 4 * CHUNK / (4 * SEGMENT)})
+    known, session = world.open(WHOLE), world.session()
+    for name in "ab":
+        world.publish(session, known, chain(name, 3))
+    world.store.pin(session, known.id, b"".join(chain("a", 3)))
+    with pytest.raises(BusyError, match=f"{3 * CHUNK} are pinned .bound {4 * CHUNK}.*unpin"):
+        world.store.pin(session, known.id, b"".join(chain("b", 3)))
+    assert world.store.figures()["pinned"] == 3 * CHUNK and world.store.counters.refused_pins == 1
+    world.store.pin(session, known.id, b"".join(chain("b", 1)))
+    world.store.pin(session, known.id, b"".join(chain("a", 3)))  # costs nothing more
+    assert world.store.figures()["pinned"] == 4 * CHUNK
+    world.store.check_integrity()
+
+
+def test_claims_on_one_chain_are_bounded() -> None:
+    world = World()
+    known, session = world.open(WHOLE), world.session()
+    key = chain("x", 1)[0]
+    world.publish(session, known, [key])
+    for _ in range(CLAIMS_MAX):
+        world.store.pin(session, known.id, key)
+    with pytest.raises(BusyError, match="give a TTL"):
+        world.store.pin(session, known.id, key)
 
 
 def test_a_pin_outlives_its_session_and_ends_with_its_time() -> None:

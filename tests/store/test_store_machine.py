@@ -93,7 +93,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.completed: dict[tuple[Name, int], int] = {}
         self.deleted: set[Name] = set()
         self.pins: dict[Name, set[Name]] = {}
-        self.pin_ends: dict[Name, float] = {}
+        self.claims: dict[Name, list[float]] = {}
         self.pulls: list[Pull] = []
         self.writes: list[Write] = []
         self.floods = 0
@@ -358,20 +358,20 @@ class StoreMachine(RuleBasedStateMachine):
     @rule()
     def reap(self) -> None:
         self.store.reap()
-        for end, name in [(end, name) for name, end in self.pin_ends.items()]:
-            if end <= self.world.clock.now:
-                self.pins.pop(name), self.pin_ends.pop(name)
+        for ends in self.claims.values():
+            ends[:] = [end for end in ends if end > self.world.clock.now]
+        self.drop_pins_without_claims()
 
     @rule(pick=PICK, path=PATHS, ttl_s=st.sampled_from([0.0, 20.0]))
     def pin(self, pick: int, path: Path, ttl_s: float) -> None:
         session, known = self.party(pick)
         outcomes = self.store.pin(session, known.id, keys(down(path)), ttl_s)
         name = (known.id, path)
-        self.pins.pop(name, None), self.pin_ends.pop(name, None)
         hits = outcomes.count(Outcome.HIT)
         if hits:
-            self.pins[name] = {(known.id, step) for step in down(path)[:hits]}
-            self.pin_ends[name] = self.world.clock.now + ttl_s if ttl_s else float("inf")
+            self.pins.setdefault(name, set()).update((known.id, s) for s in down(path)[:hits])
+            end = self.world.clock.now + ttl_s if ttl_s else float("inf")
+            self.claims.setdefault(name, []).append(end)
 
     @precondition(lambda self: self.pins)
     @rule(pick=PICK)
@@ -380,8 +380,14 @@ class StoreMachine(RuleBasedStateMachine):
         namespace, path = name
         session = next(s for s in self.sessions if s.tenant == self.known(namespace).tenant)
         assert self.store.unpin(session, namespace, keys(down(path))) is Outcome.OK
-        assert self.store.unpin(session, namespace, keys(down(path))) is Outcome.MISS
-        del self.pins[name], self.pin_ends[name]
+        self.claims[name].remove(min(self.claims[name]))
+        self.drop_pins_without_claims()
+        if name not in self.pins:
+            assert self.store.unpin(session, namespace, keys(down(path))) is Outcome.MISS
+
+    def drop_pins_without_claims(self) -> None:
+        for name in [name for name, ends in self.claims.items() if not ends]:
+            del self.pins[name], self.claims[name]
 
     @rule(pick=PICK, path=PATHS)
     def cut_and_mend(self, pick: int, path: Path) -> None:
@@ -411,7 +417,7 @@ class StoreMachine(RuleBasedStateMachine):
         }
         self.forget([name for name in names if name[0] == known.id])
         for name in [name for name in self.pins if name[0] == known.id]:
-            del self.pins[name], self.pin_ends[name]
+            del self.pins[name], self.claims[name]
         assert not self.listed(session, known)
 
     def forget(self, names: list[Name]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,12 +87,12 @@ class World:
     segments: int = 4
     regions: int = 1
     chunks: int = 1000
-    options: dict[str, float] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.clock = Clock()
         region_bytes = self.segments * SEGMENT // self.regions
-        options = StoreOptions(region_bytes, self.chunks, SEGMENT, **self.options)  # type: ignore[arg-type]
+        options = StoreOptions(region_bytes, self.chunks, SEGMENT, **self.options)
         self.store = Store(options, clock=self.clock, entropy=Entropy())
         for _ in range(self.regions):
             self.store.add_region()

@@ -19,6 +19,14 @@ def status(address: str | None, token: str, timeout: float, as_json: bool) -> No
     show(as_json, report, lambda: list(_lines(report)))
 
 
+def _account(account: dict[str, Any]) -> Iterator[str]:
+    yield f"{size(account['used'])} used"
+    yield f"{size(account['pinned'])} pinned"
+    for word in ("reserve", "quota"):
+        if account[word]:
+            yield f"{word} {size(account[word])}"
+
+
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     state = "draining" if report["draining"] else "serving"
     yield f"{state}, tenant {report['tenant']}, {report['connections']} connections"
@@ -33,6 +41,8 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
             for word in ("leased", "pinned", "evictable", "writing", "quarantined")
         )
         yield "  " + ", ".join(f"{k} {v}" for k, v in domain["counters"].items() if v)
+        for account in domain["tenants"]:
+            yield f"  tenant {account['tenant']}: " + ", ".join(_account(account))
         for space in domain["namespaces"]:
             yield (
                 f"  namespace {space['id']}: {space['digest'][:16]} {space['model']}, "

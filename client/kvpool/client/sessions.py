@@ -199,7 +199,8 @@ class Session:
     ) -> list[Outcome]:
         """Keeps the stored prefix from eviction for `ttl_s` seconds (0: until unpinned).
 
-        HIT per pinned chunk, MISS for the rest.
+        HIT per pinned chunk, MISS for the rest. Each call is a claim of its own, to be unpinned
+        once. Raises `BusyError` with figures if more would be pinned than may be.
         """
         return self._client.run(verbs.pin(self.core, prompt, extras, ttl_s), deadline_s)
 
@@ -210,7 +211,7 @@ class Session:
         extras: Sequence[Extra] | None = None,
         deadline_s: float | None = None,
     ) -> Outcome:
-        """Ends the pin of this very chain: OK or MISS."""
+        """Takes one claim on this very chain back, the one that ends first: OK or MISS."""
         return self._client.run(verbs.unpin(self.core, prompt, extras), deadline_s)
 
     def delete(

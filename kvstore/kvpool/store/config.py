@@ -21,6 +21,7 @@ from kvpool.store.values import (
     parse_host_port,
     parse_one_of,
     parse_seconds,
+    parse_share,
     parse_size,
     parse_text,
     parse_truth,
@@ -72,6 +73,12 @@ class ServeConfig:
         online_policy,
         "What is evicted: phz learns when chunks are used again, s3fifo resists scans, lru is the "
         "plain order of use. Change it to compare; phz keeps up with lru by itself.",
+    )
+    pinned_share: float = _setting(
+        1.0,
+        parse_share,
+        "Share of a pool that may be pinned, 0 to 1; a pin beyond it is refused. Lower it when "
+        "pins crowd out everything else.",
     )
     lease_s: float = _setting(
         30.0,

@@ -80,6 +80,8 @@ class Daemon:
             segment_bytes=config.segment_bytes,
             policy=config.policy,
             lease_s=config.lease_s,
+            pinned_share=config.pinned_share,
+            limits=self._tenants.limits_of(name),
             clock=time.monotonic,
             entropy=os.urandom,
         )

@@ -20,6 +20,7 @@ def check_integrity(
     leases.check_integrity()
     _check_rows(room, leases, pins)
     _check_space(room, leases)
+    _check_accounts(room, leases, pins)
     _check_sessions(leases, sessions)
     for policy in room.policies.values():
         policy.check_integrity()
@@ -29,7 +30,7 @@ def _check_rows(room: Room, leases: Leases, pins: Pins) -> None:
     index = room.index
     leased = Counter(row for lease in leases for row in lease.rows.tolist())
     pinned = Counter(row for pin in pins for row in pin.rows)
-    known_rows = dict.fromkeys(room.policies, 0)
+    known_rows = dict.fromkeys(room.policies.values(), 0)
     zombies = 0
     for row in index.live_rows().tolist():
         assert index.leases_at[row] == leased[row], (row, index.leases_at[row], leased[row])
@@ -40,16 +41,15 @@ def _check_rows(room: Room, leases: Leases, pins: Pins) -> None:
             assert leased[row], "a deleted row that nothing holds"
         else:
             assert stored or not room.idle(row), "an empty row that nothing holds"
-            shape = room.namespaces.by_id[index.namespace_at[row]].shape
-            known_rows[shape] += stored
+            known_rows[room.namespaces.by_id[index.namespace_at[row]].policy] += stored
         parent = index.parent_at[row]
         if stored and parent >= 0:
             assert index.resident_at[parent], "a stored chunk below an empty one"
         if row in index.writing:
             assert leased[row], "a write without a lease"
     assert zombies == room.zombies
-    for shape, policy in room.policies.items():
-        assert policy.statistics()["rows"] == known_rows[shape]
+    for policy, count in known_rows.items():
+        assert policy.statistics()["rows"] == count
 
 
 def _check_space(room: Room, leases: Leases) -> None:
@@ -72,6 +72,24 @@ def _check_space(room: Room, leases: Leases) -> None:
     extents = [*in_rows.values(), *room.loose.values()]
     used = sum(room.allocator.slot_bytes(nbytes) for nbytes in extents)
     assert used == room.allocator.statistics().used_bytes, "sum of extents is not what is used"
+
+
+def _check_accounts(room: Room, leases: Leases, pins: Pins) -> None:
+    index = room.index
+    used: Counter[str] = Counter()
+    pinned: Counter[str] = Counter()
+    for row in index.live_rows().tolist():
+        known = room.namespaces.by_id[index.namespace_at[row]]
+        nbytes = known.nbytes(index.resident_at[row])
+        used[known.tenant] += nbytes
+        pinned[known.tenant] += nbytes * (index.pins_at[row] > 0)
+    for lease in leases:
+        tenant = room.namespaces.by_id[lease.namespace].tenant
+        used[tenant] += sum(item.nbytes for item in (lease.items or {}).values())
+    for account in room.accounts:
+        assert account.used == used[account.tenant] and account.pinned == pinned[account.tenant]
+        assert account.left >= 0, "a tenant beyond its quota"
+    assert all(pin.ends for pin in pins), "a pin without a claim"
 
 
 def _check_sessions(leases: Leases, sessions: Iterable[StoreSession]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvpool.proto.chunk import extent_bytes
 from kvpool.proto.errors import BusyError
 from kvpool.proto.namespace import Namespace
+from kvpool.store.accounts import Account
 from kvpool.store.eviction.base import Policy
 
 Shape = tuple[int, ...]
@@ -26,17 +27,22 @@ class KnownNamespace:
     """By part."""
     shape: Shape
     policy: Policy
-    """Shared by the namespaces of one shape."""
+    """Shared by the namespaces of one shape, of one tenant with limits or of all without."""
+    account: Account
     prefix_mask: int
     """Bitmap of the parts that a hit needs for its whole prefix."""
     windows: tuple[tuple[int, int], ...]
     """(part, chunks): parts that a hit needs only for its last chunks."""
+    chunk_bytes: int
+    all_parts: int
     published: int = 0
     hit_chunks: int = 0
     missed: int = 0
 
     def nbytes(self, parts: int) -> int:
         """Bytes of a chunk of which the bitmap `parts` is stored."""
+        if parts == self.all_parts:
+            return self.chunk_bytes
         return sum(n for part, n in enumerate(self.extent_bytes) if parts >> part & 1)
 
 
@@ -63,7 +69,8 @@ class Namespaces:
         namespace: Namespace,
         *,
         shape_of: Callable[[tuple[int, ...]], Shape],
-        policy_of: Callable[[Shape], Policy],
+        policy_of: Callable[[Shape, Account], Policy],
+        account: Account,
     ) -> tuple[KnownNamespace, str]:
         """The namespace of `tenant`, and a warning if it can never meet one that is known.
 
@@ -88,9 +95,12 @@ class Namespaces:
             digest=digest,
             extent_bytes=sizes,
             shape=shape,
-            policy=policy_of(shape),
+            policy=policy_of(shape, account),
+            account=account,
             prefix_mask=sum(1 << i for i, part in parts if part.window is None),
             windows=tuple((i, -(-part.window // chunk)) for i, part in parts if part.window),
+            chunk_bytes=sum(sizes),
+            all_parts=namespace.all_parts,
         )
         warning = self._near_miss(known)
         self.by_id[known.id] = self._by_identity[tenant, digest] = known

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from kvpool.proto.errors import InvalidError
 from kvpool.proto.keys import KEY_BYTES
 from kvpool.proto.outcomes import Outcome, Reason
+from kvpool.store.accounts import Limits
 from kvpool.store.eviction import DEFAULT_POLICY
 
 NO_EXTENT = (-1, 0)
@@ -36,6 +38,10 @@ class StoreOptions:
     meanwhile: 32 keep a match's wait within some milliseconds while others publish."""
     quarantine_share: float = 0.25
     """Share of the capacity that one session may hold past its leases before it gets BUSY."""
+    pinned_share: float = 1.0
+    """Share of the capacity that may be pinned."""
+    limits: Mapping[str, Limits] = field(default_factory=dict)
+    """Reserve and quota by tenant."""
 
 
 @dataclass(slots=True, eq=False)
@@ -94,11 +100,14 @@ class Counters:
     published_chunks: int = 0
     published_bytes: int = 0
     evicted_chunks: int = 0
+    evictions: dict[str, int] = field(default_factory=dict)
+    """`evicted_chunks` by reason: room, rows, quota, segment."""
     reassigned_segments: int = 0
     deleted_chunks: int = 0
     corrupt_chunks: int = 0
     busy: int = 0
     expired_leases: int = 0
+    refused_pins: int = 0
     hints: int = 0
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvpool.proto.outcomes import Outcome, Reason
 from kvpool.store.index import LINKED, NO_ROW, Index
+from kvpool.store.leases import Lease
 from kvpool.store.namespaces import KnownNamespace
 from kvpool.store.records import Explanation, StoreSession
 from kvpool.store.room import Room
@@ -52,23 +53,24 @@ def page(
     return keys, index.namespace[listed].tolist(), following
 
 
-def figures(room: Room, sessions: Iterable[StoreSession]) -> dict[str, int]:
+def figures(
+    room: Room, leases: Iterable[Lease], sessions: Iterable[StoreSession]
+) -> dict[str, int]:
     """Bytes by what holds them."""
-    index = room.index
-    rows = index.live_rows()
-    namespace, resident = index.namespace[rows], index.resident[rows]
-    sizes = np.zeros(len(rows), np.int64)
-    for known in room.namespaces:
-        mine = namespace == known.id
-        for part, nbytes in enumerate(known.extent_bytes):
-            sizes[mine & (resident >> np.uint64(part) & 1 != 0)] += nbytes
-    leased, pinned = index.leases[rows] > 0, index.pins[rows] > 0
+    held = [np.empty(0, np.int32), *(lease.rows for lease in leases)]
+    rows = np.unique(np.concatenate(held))
+    sizes = room.nbytes_of(rows)
+    leased = int(sizes.sum())
+    both = int(sizes[room.index.pins[rows] > 0].sum())
+    pinned = sum(account.pinned for account in room.accounts)
+    writing = sum(room.loose.values())
+    stored = sum(account.used for account in room.accounts) - writing
     return {
         "total": room.capacity_bytes,
-        "stored": int(sizes.sum()),
-        "leased": int(sizes[leased].sum()),
-        "pinned": int(sizes[pinned].sum()),
-        "evictable": int(sizes[~leased & ~pinned].sum()),
-        "writing": sum(room.loose.values()),
+        "stored": stored,
+        "leased": leased,
+        "pinned": pinned,
+        "evictable": stored - leased - pinned + both,
+        "writing": writing,
         "quarantined": sum(session.quarantined_bytes for session in sessions),
     }

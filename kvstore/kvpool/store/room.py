@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvpool.proto.errors import TooLargeError
 from kvpool.proto.outcomes import Reason
 from kvpool.store import segments
+from kvpool.store.accounts import Account, Accounts
 from kvpool.store.allocator import SlabAllocator, segment_size
 from kvpool.store.eviction import make_policy
 from kvpool.store.eviction.base import Facts, Policy
@@ -46,7 +47,9 @@ class Room:
         self.counters = counters
         self.regions = 0
         self.allocator: SlabAllocator | None = None
-        self.policies: dict[Shape, Policy] = {}
+        self.accounts = Accounts(options.limits)
+        self.policies: dict[tuple[Shape, str], Policy] = {}
+        """By shape of the chunks and owner: see `Account.owner`."""
         self.loose: dict[int, int] = {}
         """Address → bytes of the extents that are in no row: being written, or quarantined."""
         self.zombies = 0
@@ -94,42 +97,80 @@ class Room:
             return shape
         return tuple(sorted(self.allocator.slot_bytes(size) for size in sizes))
 
-    def policy_of(self, shape: Shape) -> Policy:
-        policy = self.policies.get(shape)
+    def policy_of(self, shape: Shape, account: Account) -> Policy:
+        policy = self.policies.get((shape, account.owner))
         if policy is None:
-            facts = Facts(tags=self.index.tags, room=lambda: self._chunks_free(shape))
+            facts = Facts(tags=self.index.tags, room=lambda: self._chunks_free(shape, account))
             policy = make_policy(
                 self.options.policy, self.options.chunks, self.evictable, facts, self._seed
             )
-            self.policies[shape] = policy
+            self.policies[shape, account.owner] = policy
         return policy
 
-    def _chunks_free(self, shape: Shape) -> int:
+    def _chunks_free(self, shape: Shape, account: Account) -> int:
         """Chunks of a shape that fit before one has to go."""
         slots = Counter(shape)
-        return min(self.slabs.free_slots(slot) // parts for slot, parts in slots.items())
+        free = min(self.slabs.free_slots(slot) // parts for slot, parts in slots.items())
+        return int(min(free, max(0, account.left) // sum(shape)))
 
-    def allocate(self, nbytes: int, count: int) -> list[int]:
+    def allocate(self, known: KnownNamespace, nbytes: int, count: int) -> list[int]:
         """Up to `count` addresses, in no row yet; evicts what must go for them."""
-        slot = self.slabs.slot_bytes(nbytes)
+        slot, account = self.slabs.slot_bytes(nbytes), known.account
+        if account.limits.quota:
+            count = self._within_quota(known, nbytes, count)
         while (missing := count - self.slabs.free_slots(nbytes)) > 0:
-            if not (self._takes_turn(slot) or self.evict(missing, slot) or self._reassign(slot)):
+            if not (
+                self._takes_turn(slot, account)
+                or self.evict(missing, account, slot)
+                or self._reassign(slot, account)
+            ):
                 break
         found = self.slabs.allocate(nbytes, count)
         addresses: list[int] = (found + found // self.slabs.region_bytes * self._slack).tolist()
         self.loose.update(dict.fromkeys(addresses, nbytes))
+        account.used += nbytes * len(addresses)
         return addresses
 
-    def give_back(self, addresses: Iterable[int]) -> None:
+    def _within_quota(self, known: KnownNamespace, nbytes: int, count: int) -> int:
+        """How many of `count` extents the tenant may have, once its own chunks have made room.
+
+        Nothing goes for a chunk that exceeds the quota as a whole.
+        """
+        account, quota = known.account, known.account.limits.quota
+        if known.chunk_bytes > quota:
+            return 0
+        count = min(count, quota // nbytes)
+        while (excess := int(count * nbytes - account.left)) > 0:
+            chunks = max(1, excess // known.chunk_bytes)
+            mine = [p for (_, owner), p in self.policies.items() if owner == account.owner]
+            if not (
+                self._evict_from([known.policy], chunks, "quota")
+                or self._evict_from(mine, 1, "quota")
+            ):
+                return int(max(0, account.left) // nbytes)
+        return count
+
+    def give_back(self, known: KnownNamespace, addresses: Iterable[int]) -> None:
         """Frees extents that are in no row."""
         freed = list(addresses)
         for address in freed:
-            del self.loose[address]
+            known.account.used -= self.loose.pop(address)
         self._free(freed)
 
-    def make_row(self) -> bool:
+    def make_row(self, account: Account) -> bool:
         """True if the index has a free row, evicting for it if need be."""
-        return self.index.room > 0 or self.evict(1) > 0
+        return self.index.room > 0 or self.evict(1, account) > 0
+
+    def nbytes_of(self, rows: Rows) -> npt.NDArray[np.int64]:
+        """Bytes that each row holds."""
+        index = self.index
+        namespace, resident = index.namespace[rows], index.resident[rows]
+        sizes = np.zeros(len(rows), np.int64)
+        for number in np.unique(namespace).tolist():
+            mine = namespace == number
+            for part, nbytes in enumerate(self.namespaces.by_id[number].extent_bytes):
+                sizes[mine & (resident >> np.uint64(part) & 1 != 0)] += nbytes
+        return sizes
 
     def _free(self, addresses: list[int]) -> None:
         if addresses:
@@ -276,6 +317,7 @@ class Room:
         index.unlink_all(rows)
         unleased = rows[index.leases[rows] == 0]
         self.zombies += len(rows) - len(unleased)
+        known.account.used -= int(self.nbytes_of(unleased).sum())
         for part, extents in enumerate(index.extents):
             here = unleased[index.resident[unleased] >> np.uint64(part) & 1 != 0]
             self.slabs.free(self._inside(extents[here, 0]))
@@ -283,22 +325,54 @@ class Room:
         index.release_all(unleased)
         return len(stored)
 
-    def evict(self, n: int, slot: int | None = None) -> int:
-        """Evicts up to `n` rows (of shapes with class `slot`) and returns how many.
+    def evict(self, n: int, account: Account, slot: int | None = None) -> int:
+        """Evicts up to `n` rows (of shapes with class `slot`) for `account`; returns how many.
 
         Each time the least recently used of what the policies offer goes.
         """
-        policies = [p for shape, p in self.policies.items() if slot is None or slot in shape]
+        reason = "rows" if slot is None else "room"
+        evicted = 0
+        while evicted < n and (offers := self._offers(account, slot)):
+            # A reserve is looked at before each eviction, unless there is none to look at.
+            many = n - evicted if not self.options.limits else 1
+            gone = self._evict_from(offers, many, reason)
+            evicted += gone
+            if not gone:
+                break
+        if slot is not None:
+            self._evictions[slot] = self._evictions.get(slot, 0) + evicted
+        return evicted
+
+    def _offers(self, account: Account, slot: int | None) -> list[Policy]:
+        """The policies (of shapes with class `slot`) from which `account` may take a chunk."""
+        return [
+            policy
+            for (shape, owner), policy in self.policies.items()
+            if (slot is None or slot in shape)
+            and (owner in ("", account.owner) or sum(shape) <= self.accounts.of(owner).spare)
+        ]
+
+    def _evict_from(self, policies: Sequence[Policy], n: int, reason: str) -> int:
         if len(policies) == 1:
             evicted = policies[0].evict(n, self._gone)
         else:
             evicted = 0
             while evicted < n and (policy := self._oldest(policies)) is not None:
                 evicted += policy.evict(1, self._gone)
-        self._free_evicted(evicted)
-        if slot is not None:
-            self._evictions[slot] = self._evictions.get(slot, 0) + evicted
+        self._free_evicted(evicted, reason)
         return evicted
+
+    def may_take(self, rows: Rows, account: Account) -> bool:
+        """Whether `account` may evict all `rows` at once: nobody else's reserve is among them."""
+        if not self.options.limits:
+            return True
+        spaces, sizes = self.index.namespace[rows], self.nbytes_of(rows)
+        taken: Counter[str] = Counter()
+        for number in np.unique(spaces).tolist():
+            tenant = self.namespaces.by_id[number].tenant
+            taken[tenant] += int(sizes[spaces == number].sum())
+        others = [(self.accounts.of(t), n) for t, n in taken.items() if t != account.tenant]
+        return all(n <= other.spare or not other.limits.reserve for other, n in others)
 
     def _oldest(self, policies: Sequence[Policy]) -> Policy | None:
         """The policy whose next victim was not used for the longest time."""
@@ -312,7 +386,9 @@ class Room:
     def _gone(self, row: int) -> int:
         """A policy has let go of an idle row. Returns the parent if that is idle now."""
         index = self.index
-        self.ghosts.add(index.namespace_at[row], index.key_bytes(row), Reason.EVICTED)
+        namespace = index.namespace_at[row]
+        self.ghosts.add(namespace, index.key_bytes(row), Reason.EVICTED)
+        self.namespaces.by_id[namespace].account.evicted_chunks += 1
         parent = index.parent_at[row]
         index.unlink(row)
         self._freed += self._take_apart(row)
@@ -322,6 +398,8 @@ class Room:
         """Gives an unlinked row back; returns the addresses of its extents, which are to free."""
         index = self.index
         parts = index.resident_at[row]
+        known = self.namespaces.by_id[index.namespace_at[row]]
+        known.account.used -= known.nbytes(parts)
         addresses = [
             index.address_at[part][row] for part in range(parts.bit_length()) if parts >> part & 1
         ]
@@ -331,7 +409,7 @@ class Room:
 
     # ---- segments change class
 
-    def _takes_turn(self, slot: int) -> bool:
+    def _takes_turn(self, slot: int, account: Account) -> bool:
         """Once per segment's worth of evictions a class may take over an older segment.
 
         Otherwise a class that came late would live in its first segment for ever.
@@ -341,18 +419,17 @@ class Room:
         self._evictions[slot] = 0
         if not len(self.slabs.used_segments(slot)):
             return False
-        policies = [policy for shape, policy in self.policies.items() if slot in shape]
-        oldest = self._oldest(policies)
+        oldest = self._oldest(self._offers(account, slot))
         if oldest is None:
-            return self._reassign(slot)
-        return self._reassign(slot, float(self.used_at[oldest.victims(1)[0]]))
+            return self._reassign(slot, account)
+        return self._reassign(slot, account, float(self.used_at[oldest.victims(1)[0]]))
 
-    def _reassign(self, slot: int, before: float = math.inf) -> bool:
+    def _reassign(self, slot: int, account: Account, before: float = math.inf) -> bool:
         """Empties the least recently used segment of another class, if last used `before`.
 
         The declared exception to "one publish evicts one victim". O(rows), and rare.
         """
-        doomed = segments.to_empty(self, slot, before)
+        doomed = segments.to_empty(self, slot, account, before)
         if not doomed:
             return False
         self._evict_all(doomed)
@@ -373,9 +450,11 @@ class Room:
                 leaves.append(parent)
             else:
                 self.settle(above)
-        self._free_evicted(len(rows))
+        self._free_evicted(len(rows), "segment")
 
-    def _free_evicted(self, rows: int) -> None:
+    def _free_evicted(self, rows: int, reason: str) -> None:
         self._free(self._freed)
         self._freed = []
-        self.counters.evicted_chunks += rows
+        counters = self.counters
+        counters.evicted_chunks += rows
+        counters.evictions[reason] = counters.evictions.get(reason, 0) + rows

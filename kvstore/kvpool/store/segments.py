@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.store.accounts import Account
 from kvpool.store.index import Index, Rows
 
 if TYPE_CHECKING:
@@ -20,11 +21,11 @@ _TRIES = 32
 """Segments that are looked into before giving up."""
 
 
-def to_empty(room: Room, slot: int, before: float) -> list[int]:
+def to_empty(room: Room, slot: int, account: Account, before: float) -> list[int]:
     """The rows that must go for one more segment of class `slot`: its own, and all below them.
 
     Empty if every segment of another class was used at or after `before`, holds what is leased,
-    pinned or being written, or is above such.
+    pinned, being written or of another tenant's reserve than `account`'s, or is above such.
     """
     others = room.slabs.used_segments(slot)
     if not len(others):
@@ -39,7 +40,8 @@ def to_empty(room: Room, slot: int, before: float) -> list[int]:
             break
         first, end = np.searchsorted(segments, [segment, segment + 1])
         doomed = _with_descendants(room.index, np.unique(rows[first:end]), len(cheapest))
-        if doomed:  # a chain's segments were all used at once: the one at its end costs least
+        if doomed and room.may_take(np.array(doomed, np.int32), account):
+            # A chain's segments were all used at once: the one at its end costs least.
             cheapest, reached = doomed, float(last_use[segment])
     return cheapest
 

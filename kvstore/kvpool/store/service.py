@@ -13,6 +13,7 @@ from typing import Any
 
 from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.errors import BusyError, DeniedError
+from kvpool.store.accounts import Limits
 from kvpool.store.connection import Connection
 from kvpool.store.eviction import DEFAULT_POLICY, online_policy
 from kvpool.store.pool import Pool, region_bytes_for
@@ -107,12 +108,14 @@ def new_domain(
     segment_bytes: int = 0,
     policy: str = DEFAULT_POLICY,
     lease_s: float = 30.0,
+    pinned_share: float = 1.0,
+    limits: Mapping[str, Limits] | None = None,
     clock: Callable[[], float],
     entropy: Callable[[int], bytes],
 ) -> Domain:
     """An empty domain of at most `capacity` bytes, whose pool has not grown yet.
 
-    `chunks` 0 sizes the index for chunks of 16 KiB. Raises `ConfigError`.
+    `chunks` 0 sizes the index for chunks of 16 KiB; `limits` are by tenant. Raises `ConfigError`.
     """
     region_bytes = region_bytes_for(capacity)
     options = StoreOptions(
@@ -121,6 +124,8 @@ def new_domain(
         segment_bytes=segment_bytes,
         policy=online_policy(policy),
         lease_s=lease_s,
+        pinned_share=pinned_share,
+        limits=limits or {},
     )
     store = Store(options, clock=clock, entropy=entropy)
     pool = Pool(store, SharedMemory(), capacity, region_bytes)

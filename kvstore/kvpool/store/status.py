@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvpool.proto.chunk import extent_bytes
+from kvpool.store.accounts import Account
 from kvpool.store.store import KnownNamespace, Store
 
 
@@ -24,8 +25,24 @@ def domain_status(store: Store, tenant: str | None) -> dict[str, Any]:
         "bytes": store.figures(),
         "slabs": asdict(allocator.statistics()) if allocator else {},
         "counters": asdict(store.counters),
+        "pins": {"chains": len(store.pins), "claims": store.pins.claims},
+        "tenants": [
+            _account_status(account)
+            for account in store.room.accounts
+            if tenant in (None, account.tenant)
+        ],
         "namespaces": [_namespace_status(known) for known in spaces],
         "warnings": _unmet(spaces),
+    }
+
+
+def _account_status(account: Account) -> dict[str, Any]:
+    return {
+        "tenant": account.tenant,
+        "used": account.used,
+        "pinned": account.pinned,
+        "evicted_chunks": account.evicted_chunks,
+        **asdict(account.limits),
     }
 
 

@@ -83,7 +83,8 @@ class Store:
         return self.room.allocator
 
     @property
-    def policies(self) -> Mapping[Shape, Policy]:
+    def policies(self) -> Mapping[tuple[Shape, str], Policy]:
+        """By shape and owner: see `Account.owner`."""
         return self.room.policies
 
     @property
@@ -119,7 +120,11 @@ class Store:
         """
         self.index.ensure_parts(len(namespace.parts))
         return self.room.namespaces.open(
-            tenant, namespace, shape_of=self.room.shape_of, policy_of=self.room.policy_of
+            tenant,
+            namespace,
+            shape_of=self.room.shape_of,
+            policy_of=self.room.policy_of,
+            account=self.room.accounts.of(tenant),
         )
 
     def known(self, session: StoreSession, namespace: int) -> KnownNamespace:
@@ -238,7 +243,7 @@ class Store:
         text = ""
         if (plan.outcomes == Outcome.BUSY).any():
             self.counters.busy += 1
-            text = self.busy_text()
+            text = self.busy_text(known)
         if not plan.items:
             self.room.unprotect(known, plan.chain, empties=True)
             return Reservation(plan.outcomes, b"", 0.0, plan.extents(), text)
@@ -296,22 +301,24 @@ class Store:
     ) -> list[Outcome]:
         """Keeps the stored leading run of `keys` from eviction until unpinned or `ttl_s` passed.
 
-        HIT per pinned chunk, MISS for the rest. Pinning the same chain again replaces its pin.
+        HIT per pinned chunk, MISS for the rest. Each call is a claim of its own: the chain is
+        pinned until the last one is taken back or over. Raises `BusyError` with figures if more
+        would be pinned than may be.
         """
         known = self.known(session, namespace)
         count = check_keys(keys)
         run = self._reads.run(known, keys, 0)
-        name = (namespace, keys[-KEY_BYTES:])
-        self.pins.end(name)
         if run.hits:
-            self.pins.add(name, run.rows, self.clock() + ttl_s if ttl_s else math.inf)
+            end = self.clock() + ttl_s if ttl_s else math.inf
+            self.pins.add(known, keys[-KEY_BYTES:], run.rows, end)
         return [Outcome.HIT] * run.hits + [Outcome.MISS] * (count - run.hits)
 
     def unpin(self, session: StoreSession, namespace: int, keys: bytes) -> Outcome:
-        """Ends the pin of the chain that ends in the last of `keys`: OK or MISS."""
+        """Takes back the claim that ends first of those on the chain of the last of `keys`: OK or
+        MISS."""
         self.known(session, namespace)
         check_keys(keys)
-        return Outcome.OK if self.pins.end((namespace, keys[-KEY_BYTES:])) else Outcome.MISS
+        return Outcome.OK if self.pins.unpin((namespace, keys[-KEY_BYTES:])) else Outcome.MISS
 
     def delete(
         self, session: StoreSession, namespace: int, keys: bytes, *, corrupt: bool = False
@@ -351,7 +358,7 @@ class Store:
         total = 0
         for known in mine:
             rows = linked[self.index.namespace[linked] == known.id]
-            self.pins.forget_namespace(known.id, rows)
+            self.pins.forget_namespace(known, rows)
             total += self.room.remove_all(known, rows)
         self.counters.deleted_chunks += total
         return total
@@ -414,12 +421,16 @@ class Store:
         return reports.page(self.index, wanted, cursor, limit)
 
     def figures(self) -> dict[str, int]:
-        """Bytes by what holds them. O(rows)."""
-        return reports.figures(self.room, self._holders)
+        """Bytes by what holds them. O(leased rows)."""
+        return reports.figures(self.room, self.leases, self._holders)
 
-    def busy_text(self) -> str:
-        """The figures that every BUSY carries."""
-        return ", ".join(f"{name} {value}" for name, value in self.figures().items()) + " bytes"
+    def busy_text(self, known: KnownNamespace | None = None) -> str:
+        """The figures that every BUSY carries, and those of the tenant if it has a quota."""
+        text = ", ".join(f"{name} {value}" for name, value in self.figures().items()) + " bytes"
+        if known is None or not known.account.limits.quota:
+            return text
+        account = known.account
+        return f"{text}; tenant {account.tenant!r} holds {account.used} of {account.limits.quota}"
 
     def check_integrity(self) -> None:
         """Asserts that index, allocator, leases, pins and policies agree. O(rows)."""

@@ -4,7 +4,11 @@
     token = "…"                      capacity = "10GiB"
     domain = "shared"
     map = true                       [http]
-                                     token = "…"           (for /metrics, if HTTP is on)
+    reserve = "2GiB"                 token = "…"           (for /metrics, if HTTP is on)
+    quota = "4GiB"
+
+`reserve` are bytes of the domain's pool that other tenants do not take away, `quota` those that the
+tenant may hold; without them tenants share the pool as it comes.
 
 Without a file there is one tenant "default" in domain "local", mapped, without a token.
 """
@@ -21,6 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpool.proto.errors import ConfigError, DeniedError
+from kvpool.store.accounts import Limits
 from kvpool.store.config import ServeConfig
 from kvpool.store.service import Identity
 from kvpool.store.values import host_port, parse_size, read_toml, suggestion
@@ -38,6 +43,7 @@ class Tenant:
 
     identity: Identity
     token_hash: bytes
+    limits: Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +75,11 @@ class Tenants:
         """Whether `token` may read /metrics."""
         expected = self.http_token_hash
         return expected is None or hmac.compare_digest(expected, _hash(token))
+
+    def limits_of(self, domain: str) -> dict[str, Limits]:
+        """Of the tenants of `domain` that have any."""
+        mine = [tenant for tenant in self.tenants if tenant.identity.domain == domain]
+        return {t.identity.tenant: t.limits for t in mine if t.limits != Limits()}
 
     @property
     def needs_streams(self) -> frozenset[str]:
@@ -116,14 +127,21 @@ def _parse(content: Mapping[str, Any], config: ServeConfig) -> Tenants:
     http_token = _http_token(content, config)
     if http_token is not None and http_token in {tenant.token_hash for tenant in tenants}:
         raise ConfigError(f"{path}: the [http] token is also a tenant's; choose another")
-    return Tenants(_domains(content, tenants, config), tenants, http_token)
+    found = Tenants(_domains(content, tenants, config), tenants, http_token)
+    for domain, capacity in found.domains.items():
+        reserved = sum(limits.reserve for limits in found.limits_of(domain).values())
+        if reserved > capacity:
+            raise ConfigError(
+                f"{path}: the tenants of domain {domain!r} reserve {reserved} bytes of {capacity}"
+            )
+    return found
 
 
 def _tenant(name: str, entry: Any, path: str) -> Tenant:
     where = f"{path}: [tenants.{name}]"
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{where} is no name: up to 32 letters, digits, - and _")
-    _check_keys(entry, ("token", "domain", "map"), where)
+    _check_keys(entry, ("token", "domain", "map", "reserve", "quota"), where)
     token = _required_text(entry, "token", where)
     domain = _required_text(entry, "domain", where)
     mapped = entry.get("map", True)
@@ -131,7 +149,18 @@ def _tenant(name: str, entry: Any, path: str) -> Tenant:
         raise ConfigError(f"{where} map = {mapped!r} is neither true nor false")
     if len(token) < TOKEN_SHORT:
         log.warning("%s: a token below %d characters can be guessed", where, TOKEN_SHORT)
-    return Tenant(Identity(name, domain, mapped), _hash(token))
+    return Tenant(Identity(name, domain, mapped), _hash(token), _limits(entry, where))
+
+
+def _limits(entry: Mapping[str, Any], where: str) -> Limits:
+    limits = Limits(*(parse_size(entry.get(key, 0)) for key in ("reserve", "quota")))
+    if limits.quota and limits.reserve > limits.quota:
+        raise ConfigError(
+            f"{where} reserves {limits.reserve} bytes, beyond its quota of {limits.quota}"
+        )
+    if "quota" in entry and not limits.quota:
+        raise ConfigError(f"{where} quota = 0 would keep the tenant out; for none, leave it out")
+    return limits
 
 
 def _domains(

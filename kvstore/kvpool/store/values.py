@@ -54,6 +54,16 @@ def parse_seconds(value: Any) -> float:
     return seconds
 
 
+def parse_share(value: Any) -> float:
+    try:
+        share = float(str(value))
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1 or isinstance(value, bool):
+        raise ConfigError(f"{value!r} is no share; write a number from 0 to 1")
+    return share
+
+
 def parse_truth(value: Any) -> bool:
     words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
     if str(value).lower() not in words:

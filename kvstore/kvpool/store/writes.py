@@ -77,7 +77,9 @@ class Writes:
         self._judge(plan, rows, indices)
         addresses = self._find_room(known, plan, indices)
         fitting = self._link(known, names, above, rows, len(addresses))
-        self._room.give_back(address for chunk in addresses[fitting:] for address in chunk.values())
+        self._room.give_back(
+            known, (address for chunk in addresses[fitting:] for address in chunk.values())
+        )
         plan.outcomes[fitting:][plan.outcomes[fitting:] == Outcome.OK] = Outcome.BUSY
         plan.chain = _as_rows((above, *rows[:fitting]))
         self._room.unprotect(known, _as_rows(rows[fitting:]), empties=True)
@@ -112,6 +114,7 @@ class Writes:
         # If room is short, one by one: the first part may not take the room of the others.
         free = [self._room.slabs.free_slots(known.extent_bytes[part]) for part in indices]
         enough = min(free) >= len(indices) * len(wanted)
+        enough &= known.account.left >= known.chunk_bytes * len(wanted)
         found = self._find_room_at_once(known, wanted, indices) if enough else []
         while len(found) < len(wanted):
             one = self._find_room_at_once(known, wanted[len(found)][None], indices)
@@ -127,13 +130,13 @@ class Writes:
         addresses: list[dict[int, int]] = [{} for _ in range(fitting)]
         for j, part in enumerate(indices):
             chunks = np.flatnonzero(wanted[:fitting, j]).tolist()
-            found = self._room.allocate(known.extent_bytes[part], len(chunks))
+            found = self._room.allocate(known, known.extent_bytes[part], len(chunks))
             for i, address in zip(chunks, found, strict=False):
                 addresses[i][j] = address
             if len(found) < len(chunks):
                 fitting = chunks[len(found)]
         for chunk in addresses[fitting:]:
-            self._room.give_back(chunk.values())
+            self._room.give_back(known, chunk.values())
         return addresses[:fitting]
 
     def _link(
@@ -147,7 +150,7 @@ class Writes:
         """Gives the first `fitting` chunks rows, as far as there are any; returns how many."""
         for i in range(fitting):
             if rows[i] == NO_ROW:
-                if not self._room.make_row():
+                if not self._room.make_row(known.account):
                     return i
                 rows[i] = self._index.insert(known.id, names[i], above)
                 self._index.leases_at[rows[i]] = 1
@@ -211,6 +214,8 @@ class Writes:
         if not index.resident_at[row]:
             stored.append(row)
         index.resident_at[row] |= 1 << item.part
+        if index.pins_at[row]:
+            known.account.pinned += item.nbytes
         self._room.counters.published_bytes += item.nbytes
         return Outcome.OK
 
@@ -231,7 +236,7 @@ class Writes:
         """Takes an open item's extent back: nothing writes there any more."""
         assert lease.items is not None
         item = lease.items.pop(number)
-        self._room.give_back([item.address])
+        self._room.give_back(self._room.namespaces.by_id[lease.namespace], [item.address])
         if not lease.expired:
             self._forget_writing(item)
         return item
