@@ -184,7 +184,10 @@ class Session:
     ) -> bool:
         """Tells the future of a chain, one-way; False if the store is away.
 
-        `will_continue` is a probability, `gap_s` the expected seconds to the next use.
+        `will_continue` is the probability that the session goes on, or yes or no; `stop_reason`,
+        the engine's word for why the answer ended, stands for one. `gap_s` are the expected seconds
+        to the next use. After `ttl_s` the chain goes first, unless it was used in between. Wrong
+        hints cost little: the store compares what they are worth with plain order of use.
         """
         future = verbs.future_of(will_continue, gap_s, ttl_s, ended, stop_reason, priority)
         return self._client.run(verbs.hint(self.core, prompt, extras, future), deadline_s)

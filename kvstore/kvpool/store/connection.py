@@ -22,6 +22,7 @@ from kvpool.proto.errors import (
 )
 from kvpool.proto.namespace import Namespace
 from kvpool.store.columns import KEYS_MAX, check_keys, explained, items, key_page, matched, verdict
+from kvpool.store.hints import Told
 from kvpool.store.store import Store, StoreSession
 
 if TYPE_CHECKING:
@@ -239,7 +240,16 @@ class Connection:
     # ---- the rest
 
     def _hint(self, request: wire.Hint) -> Message:
-        return verdict(self.store.hint(self.session, request.namespace, request.keys))
+        check_keys(request.keys)
+        told = Told(
+            will_continue=_said(request, "will_continue"),
+            gap_s=_said(request, "gap_s"),
+            ttl_s=request.ttl_ms / 1000,
+            ended=request.ended,
+            stop_reason=request.stop_reason,
+            priority=request.priority,
+        )
+        return verdict(self.store.hint(self.session, request.namespace, request.keys, told))
 
     def _pin(self, request: wire.Pin) -> Message:
         check_keys(request.keys)
@@ -271,3 +281,8 @@ class Connection:
     def _status(self, _: wire.Status) -> Message:
         report = self.service.status(self.domain, self.session.tenant)
         return wire.StatusReport(json=json.dumps(report))
+
+
+def _said(hint: wire.Hint, name: str) -> float | None:
+    value: float = getattr(hint, name)
+    return None if not hint.HasField(name) or value < 0 else value

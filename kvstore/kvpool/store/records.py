@@ -109,6 +109,16 @@ class Counters:
     expired_leases: int = 0
     refused_pins: int = 0
     hints: int = 0
+    hint_kinds: dict[str, int] = field(default_factory=dict)
+    """What hints said; one may say several things."""
+    hint_ends: dict[str, int] = field(default_factory=dict)
+    """What became of hints: see `kvpool.store.hints`."""
+
+    def count_hint(self, kind: str) -> None:
+        self.hint_kinds[kind] = self.hint_kinds.get(kind, 0) + 1
+
+    def count_hint_end(self, end: str) -> None:
+        self.hint_ends[end] = self.hint_ends.get(end, 0) + 1
 
 
 def split_keys(keys: bytes) -> list[bytes]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from kvpool.proto.errors import BusyError, DeniedError, InvalidError
 from kvpool.proto.keys import KEY_BYTES
 from kvpool.proto.namespace import Namespace
@@ -21,6 +23,7 @@ from kvpool.proto.outcomes import Outcome, Reason
 from kvpool.store import integrity, reports
 from kvpool.store.allocator import SlabAllocator
 from kvpool.store.eviction.base import Policy
+from kvpool.store.hints import Hints, Told
 from kvpool.store.holders import Holders
 from kvpool.store.index import LINKED, NO_ROW, Index
 from kvpool.store.leases import Lease, Leases
@@ -69,6 +72,7 @@ class Store:
         self.leases = Leases(entropy)
         self.room = Room(options, int.from_bytes(entropy(8), "little"), Namespaces(), self.counters)
         self.pins = Pins(self.room)
+        self.hints = Hints(self.room)
         self._reads = Reads(self.room)
         self._writes = Writes(self.room)
         self._holders = Holders(self.room, self.leases, self._writes)
@@ -363,13 +367,17 @@ class Store:
         self.counters.deleted_chunks += total
         return total
 
-    def hint(self, session: StoreSession, namespace: int, keys: bytes) -> list[Outcome]:
-        """Counts a hint about a chain: HIT or MISS per key. Policies that listen get it too."""
-        self.known(session, namespace)
+    def hint(
+        self, session: StoreSession, namespace: int, keys: bytes, told: Told | None = None
+    ) -> list[Outcome]:
+        """Tells the future of a chain, or of its last chunks: HIT or MISS per key."""
+        known = self.known(session, namespace)
         check_keys(keys)
-        self.counters.hints += 1
         found = self.index.find(namespace, keys)
         stored = (found.rows >= 0) & (found.resident != 0)
+        rows = found.rows[stored]
+        _, first = np.unique(rows, return_index=True)
+        self.hints.take(known, rows[np.sort(first)], told or Told(), self.clock())
         return [Outcome.HIT if here else Outcome.MISS for here in stored.tolist()]
 
     # ---- time
@@ -379,6 +387,7 @@ class Store:
         now = self.clock()
         self.counters.expired_leases += self._holders.expire(now)
         self.pins.expire(now)
+        self.hints.expire(now)
 
     def _ttl(self, lease_s: float) -> float:
         return min(lease_s or self.options.lease_s, self.options.lease_s_max)
@@ -435,3 +444,4 @@ class Store:
     def check_integrity(self) -> None:
         """Asserts that index, allocator, leases, pins and policies agree. O(rows)."""
         integrity.check_integrity(self.room, self.leases, self.pins, self._holders)
+        self.hints.check_integrity()

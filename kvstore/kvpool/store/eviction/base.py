@@ -111,6 +111,10 @@ class Policy(Protocol):
 class TakesHints(Protocol):
     """A policy that hints are not lost on."""
 
+    @property
+    def behind(self) -> bool:
+        """Whether plain LRU of the same capacity would have had more hits so far."""
+
     def hint(self, rows: Rows, hint: Hint) -> None:
         """What is told of these known rows; holds until their next use."""
 

@@ -101,6 +101,11 @@ class PhzPolicy:
         if hint.will_continue is not None:
             self._defer(1 + int(_HINT_STEPS.searchsorted(hint.will_continue)), rows)
 
+    @property
+    def behind(self) -> bool:
+        self._flush()
+        return self._experience.guard.lead < 0
+
     def unblock(self, rows: Rows) -> None:
         waiting = rows[self._state[rows] >= _FRESH]
         if len(waiting):
