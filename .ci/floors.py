@@ -48,8 +48,21 @@ BELOW_LAZILY = {
 
 # Modules that only the listed files may import; an empty list forbids the module.
 ALLOWED: Mapping[str, frozenset[str]] = {
+    "torch": frozenset(
+        {
+            "client/kvpool/client/engines/hf.py",
+            "client/kvpool/client/engines/vllm/identity.py",
+            "client/kvpool/client/engines/vllm/memory.py",
+        }
+    ),
+    "vllm": frozenset(
+        {
+            "bench/kvpool/bench/vllm_engine.py",
+            "client/kvpool/client/engines/vllm/connector.py",
+            "client/kvpool/client/engines/vllm/plan.py",
+        }
+    ),
     "lmdb": frozenset({"kvstore/kvpool/store/ssd/lmdb_catalogue.py"}),
-    "torch": frozenset({"client/kvpool/client/engines/hf.py"}),
     "transformers": frozenset({"client/kvpool/client/engines/hf.py"}),
     "redis": frozenset(),
     "pickle": frozenset(),

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, ClassVar
@@ -39,16 +39,25 @@ class ChildError(KvpoolError):
 class Child:
     """A process with JSON lines on its stdin and stdout. Its stderr is in the file `log`."""
 
-    def __init__(self, name: str, arguments: Sequence[str], log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        log: Path,
+        *,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environment` None: ours, so that it imports what we import."""
         self.name = name
         self._log = log
         with log.open("wb") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, *arguments],
+                [python, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env=_environment(),
+                env=environment or _environment(),
                 start_new_session=True,  # the terminal's Ctrl-C is for us, who tell them
             )
         self._received = bytearray()
@@ -157,9 +166,17 @@ class Children:
         self._interrupted = False
         self._handlers: dict[int, Any] = {}
 
-    def start(self, name: str, arguments: Sequence[str]) -> Child:
-        """Run this Python with `arguments`."""
-        child = Child(name, arguments, self.folder / f"{name}.log")
+    def start(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+    ) -> Child:
+        """Run `python`, by default this one, with `arguments`; see `Child`."""
+        log = self.folder / f"{name}.log"
+        child = Child(name, arguments, log, python=python, environment=environment)
         self._children.append(child)
         return child
 
