@@ -157,9 +157,12 @@ class Room:
             known.account.used -= self.loose.pop(address)
         self._free(freed)
 
-    def make_row(self, account: Account) -> bool:
-        """True if the index has a free row, evicting for it if need be."""
-        return self.index.room > 0 or self.evict(1, account) > 0
+    def make_rows(self, count: int, account: Account) -> int:
+        """How many of `count` free rows the index has, after evicting for them if need be."""
+        missing = count - self.index.room
+        if missing > 0:
+            self.evict(missing, account)
+        return min(count, self.index.room)
 
     def nbytes_of(self, rows: Rows) -> npt.NDArray[np.int64]:
         """Bytes that each row holds."""

@@ -148,10 +148,12 @@ class Writes:
         fitting: int,
     ) -> int:
         """Gives the first `fitting` chunks rows, as far as there are any; returns how many."""
+        left = self._room.make_rows(rows[:fitting].count(NO_ROW), known.account)
         for i in range(fitting):
             if rows[i] == NO_ROW:
-                if not self._room.make_row(known.account):
+                if not left:
                     return i
+                left -= 1
                 rows[i] = self._index.insert(known.id, names[i], above)
                 self._index.leases_at[rows[i]] = 1
             above = rows[i]
