@@ -102,12 +102,14 @@ class Holders:
             self._writes.end(known, lease)
         else:
             self._room.unprotect(known, lease.rows)
+        if lease.cold is not None:
+            lease.cold.end()
 
     def _end_all(self, leases: Sequence[Lease]) -> None:
         """As `_end`, faster for many."""
         read: dict[int, list[Rows]] = {}
         for lease in leases:
-            if lease.items is not None:
+            if lease.items is not None or lease.cold is not None:
                 self._end(lease)
             else:
                 read.setdefault(lease.namespace, []).append(lease.rows)

@@ -220,6 +220,65 @@ class Index:
             self._free = int(rows[0]) + 1
             self._free_rows += len(rows)
 
+    def load(
+        self,
+        namespaces: npt.NDArray[np.int32],
+        keys: npt.NDArray[np.uint8],
+        parents: npt.NDArray[np.uint8],
+        roots: npt.NDArray[np.bool_],
+    ) -> Rows:
+        """Inserts a whole catalogue at once: rows 0 … n-1, whose order it returns, parents first.
+
+        `keys` and `parents` are (n, 32); `roots`: it has no parent. A row whose parent is not
+        among them is an orphan. REQUIRES: the index is fresh, n at most its capacity, keys distinct
+        within a namespace, and no key above itself.
+        """
+        count = len(keys)
+        rows = np.arange(count, dtype=np.int32)
+        self._keys[:count] = np.ascontiguousarray(keys).view("<u8")
+        self.namespace[:count] = namespaces
+        self._fresh = self.count = count
+        self._digests.rebuild(rows)
+        parent = np.full(count, ROOT, np.int32)
+        for namespace in np.unique(namespaces).tolist():
+            mine = np.flatnonzero((namespaces == namespace) & ~roots)
+            found = self.find(namespace, parents[mine].tobytes()).rows if len(mine) else mine
+            parent[mine] = np.where(found == NO_ROW, ORPHAN, found)
+        self.parent[:count] = parent
+        below = np.flatnonzero(parent >= 0).astype(np.int32)
+        below = below[np.argsort(parent[below], kind="stable")]
+        self._load_siblings(below, parent[below])
+        linked = self._load_order(np.flatnonzero(parent == ROOT).astype(np.int32), below)
+        orphaned = self._load_order(np.flatnonzero(parent == ORPHAN).astype(np.int32), below)
+        self.state[linked], self.state[orphaned] = LINKED, ORPHANED
+        self.orphaned = len(orphaned)
+        order = np.concatenate([linked, orphaned])
+        assert len(order) == count, "a key above itself"
+        return order
+
+    def _load_siblings(self, below: Rows, parent: Rows) -> None:
+        """`below`: the rows that have a parent, in the order of their parents."""
+        if not len(below):
+            return
+        first = np.r_[True, parent[1:] != parent[:-1]]
+        self._first_child[parent[first]] = below[first] + 1
+        self._previous[below] = np.where(first, 0, np.r_[0, below[:-1] + 1])
+        self._next[below] = np.where(np.r_[first[1:], True], 0, np.r_[below[1:] + 1, 0])
+        numbers, counts = np.unique(parent, return_counts=True)
+        self.children[numbers] = counts
+
+    def _load_order(self, heads: Rows, below: Rows) -> Rows:
+        """`heads` and all below them, generation by generation. `below` as `_load_siblings`."""
+        parent, generations = self.parent[below], [heads]
+        while len(generations[-1]):
+            above = np.sort(generations[-1])
+            starts = np.searchsorted(parent, above)
+            counts = self.children[above].astype(np.int64)
+            ends = np.cumsum(counts)
+            at = np.arange(ends[-1]) - np.repeat(ends - counts, counts) + np.repeat(starts, counts)
+            generations.append(below[at])
+        return np.concatenate(generations)
+
     def _take_row(self) -> int:
         if not self._free:
             self._fresh += 1

@@ -11,9 +11,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvpool.store.index import Rows
+
+if TYPE_CHECKING:
+    from kvpool.store.ssd.promotion import Cold
 
 _NAMES = 64
 """Names drawn at once."""
@@ -43,6 +46,8 @@ class Lease:
     items: dict[int, WriteItem] | None = None
     holders: dict[int, int] = field(default_factory=dict)
     expired: bool = False
+    cold: Cold | None = None
+    """What it protects in a slower tier."""
 
 
 class Leases:

@@ -11,10 +11,10 @@ import numpy.typing as npt
 from kvpool.proto.errors import InvalidError
 from kvpool.proto.keys import KEY_BYTES
 from kvpool.proto.outcomes import Reason
-from kvpool.store.index import LINKED, NO_ROW, ORPHAN, Found, Rows
+from kvpool.store.ghosts import Ghosts
+from kvpool.store.index import LINKED, NO_ROW, ORPHAN, Found, Index, Rows
 from kvpool.store.namespaces import KnownNamespace
 from kvpool.store.records import NO_EXTENT
-from kvpool.store.room import Room
 
 _FEW = 8  # up to this many keys plain Python beats the fixed cost of NumPy calls
 
@@ -33,9 +33,9 @@ class Run(NamedTuple):
 class Reads:
     """See `Store.match`."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
-        self._index = room.index
+    def __init__(self, index: Index, ghosts: Ghosts) -> None:
+        self._index = index
+        self._ghosts = ghosts
 
     def run(self, known: KnownNamespace, keys: bytes, parts: int) -> Run:
         """The longest servable run for a reader of `parts` (0: all).
@@ -83,7 +83,7 @@ class Reads:
         """Why the chunk `key`, the one behind the run, is not in it."""
         row = self._index.find_one(known.id, key)
         if row == NO_ROW:
-            return self._room.ghosts.reason(known.id, key)
+            return self._ghosts.reason(known.id, key)
         if self._index.state_at[row] != LINKED:
             return Reason.ORPHAN
         resident = self._index.resident_at[row]

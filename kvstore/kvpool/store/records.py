@@ -63,6 +63,27 @@ class Match(NamedTuple):
     lease: bytes = b""
     lease_s: float = 0.0
     extents: bytes = b""
+    cold: int = 0
+    """Chunks after the hits that are on the SSD: `Store.load` brings them."""
+    load_s: float = 0.0
+    """How long that is expected to take."""
+    skipped: int = 0
+    """Chunks on the SSD that would take longer to load than to compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How far the chunks of a match are that were on the SSD."""
+
+    chunks: int
+    """Leading chunks of the lease that are in memory."""
+    pending: bool
+    """More are on their way."""
+    outcome: Outcome
+    """Why no more are, if some are left; else HIT."""
+    wait_s: float
+    """When it is worth to ask again."""
+    extents: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 import numpy as np
 
@@ -25,7 +29,7 @@ from kvpool.store.allocator import SlabAllocator
 from kvpool.store.eviction.base import Policy
 from kvpool.store.hints import Hints, Told
 from kvpool.store.holders import Holders
-from kvpool.store.index import LINKED, NO_ROW, Index
+from kvpool.store.index import LINKED, NO_ROW, Index, Rows
 from kvpool.store.leases import Lease, Leases
 from kvpool.store.namespaces import KnownNamespace, Namespaces, Shape
 from kvpool.store.pins import Pins
@@ -33,6 +37,7 @@ from kvpool.store.reads import Reads
 from kvpool.store.records import (
     Counters,
     Explanation,
+    Loading,
     Match,
     Reservation,
     StoreOptions,
@@ -42,6 +47,9 @@ from kvpool.store.records import (
 )
 from kvpool.store.room import Room
 from kvpool.store.writes import Writes
+
+if TYPE_CHECKING:
+    from kvpool.store.ssd.attached import Ssd
 
 __all__ = [
     "Counters",
@@ -73,9 +81,12 @@ class Store:
         self.room = Room(options, int.from_bytes(entropy(8), "little"), Namespaces(), self.counters)
         self.pins = Pins(self.room)
         self.hints = Hints(self.room)
-        self._reads = Reads(self.room)
+        self._reads = Reads(self.room.index, self.room.ghosts)
         self._writes = Writes(self.room)
         self._holders = Holders(self.room, self.leases, self._writes)
+        self._own = self._holders.open(".store", mapped=True)
+        self.ssd: Ssd | None = None
+        """The tier below, if there is one."""
 
     @property
     def index(self) -> Index:
@@ -152,12 +163,14 @@ class Store:
         parts: int = 0,
         lease_s: float = 0.0,
         peek: bool = False,
+        prefill_tokens_s: float = 0.0,
     ) -> Match:
         """The longest run of leading `keys` whose needed `parts` (0: all) are servable.
 
-        Under a lease, unless it is only a `peek`. Raises `InvalidError` (keys, or one twice),
-        `NamespaceError` (parts), `DeniedError`, and `BusyError` when the session is over its
-        quarantine bound.
+        Under a lease, unless it is only a `peek`. What follows on the SSD belongs to the match if
+        loading it takes less time than computing it at `prefill_tokens_s` (0: unknown).
+        Raises `InvalidError` (keys, or one twice), `NamespaceError` (parts), `DeniedError`, and
+        `BusyError` when the session is over its quarantine bound.
         """
         known = self.known(session, namespace)
         count = check_keys(keys)
@@ -165,20 +178,77 @@ class Store:
             self._check_quarantine(session)
         run = self._reads.run(known, keys, parts)
         outcome, reason = Outcome.HIT, Reason.UNKNOWN
+        cold, skipped, found = None, 0, run.hits
         if run.hits < count:
-            at = run.hits * KEY_BYTES
-            outcome, reason = Outcome.MISS, self._reads.why(known, keys[at : at + KEY_BYTES], run)
+            if self.ssd is not None:
+                cold, skipped = self.ssd.cold(known, keys, parts, run.hits, prefill_tokens_s)
+                found += len(cold.keys) if cold is not None else 0
+            if found < count:
+                at = found * KEY_BYTES
+                outcome = Outcome.MISS
+                reason = self._reads.why(known, keys[at : at + KEY_BYTES], run)
+            if skipped:
+                reason = Reason.SLOW_TIER
+        further = found - run.hits
+        load_s = self.ssd.load_s(known, further) if self.ssd is not None and further else 0.0
         if peek:
-            return Match(run.hits, outcome, reason)
-        self._count(known, run.hits, count)
-        if not run.hits:
-            return Match(0, outcome, reason)
+            return Match(run.hits, outcome, reason, cold=further, load_s=load_s, skipped=skipped)
+        self._count(known, found, count)
+        if self.ssd is not None:
+            self.ssd.skipped_chunks += skipped
+        if not found:
+            return Match(0, outcome, reason, skipped=skipped)
         rows, now, ttl = run.rows, self.clock(), self._ttl(lease_s)
-        self.room.protect(rows)
-        self.room.use(known, rows, now)
+        if run.hits:
+            self.room.protect(rows)
+            self.room.use(known, rows, now)
         nbytes = run.hits * sum(known.extent_bytes[part] for part in run.indices)
         lease = self.leases.grant(session.id, session.tenant, known.id, rows, now + ttl, nbytes)
-        return Match(run.hits, outcome, reason, lease.id, ttl, self._reads.extents(known, run))
+        if self.ssd is not None and cold is not None:
+            self.ssd.hold(cold, lease)
+        extents = self._reads.extents(known, run) if run.hits else b""
+        return Match(run.hits, outcome, reason, lease.id, ttl, extents, further, load_s, skipped)
+
+    def load(
+        self, session: StoreSession, lease_id: bytes, upto: int = 0, parts: int = 0, have: int = 0
+    ) -> Loading:
+        """Brings the first `upto` chunks (0: all) of a match from the SSD into memory.
+
+        At once; ask again until nothing is pending. Tells the extents of `parts` of the chunks from
+        number `have` on that are in memory. The outcome is STALE_EPOCH or EXPIRED if the lease is
+        none, or says why chunks that were matched cannot be had.
+        """
+        self._holders.check_open(session)
+        lease = self.leases.get(lease_id, session.tenant)
+        if lease is None or lease.items is not None:
+            return Loading(0, False, Outcome.STALE_EPOCH, 0.0)
+        if lease.expired or lease.deadline <= self.clock():
+            return Loading(0, False, Outcome.EXPIRED, 0.0)
+        loading = Loading(len(lease.rows), False, Outcome.HIT, 0.0)
+        if lease.cold is not None and self.ssd is not None:
+            before = len(lease.rows) - lease.cold.taken
+            wanted = upto - before if upto else len(lease.cold.keys)
+            loading = self.ssd.load(lease, lease.cold, wanted)
+        indices = self.namespaces[lease.namespace].namespace.part_indices(parts)
+        extents = self._reads.extents_of(lease.rows[have:], indices)
+        return replace(loading, extents=extents)
+
+    def hold(self, known: KnownNamespace, rows: Rows) -> Lease:
+        """A lease of the store's own: `rows` stay until `let_go`. It is no use of them."""
+        self.room.protect(rows)
+        return self.leases.grant(self._own.id, self._own.tenant, known.id, rows, math.inf, 0)
+
+    def let_go(self, lease: Lease) -> None:
+        """Ends what `hold` began."""
+        self._holders.release(self._own, lease.id)
+
+    def extend(self, lease: Lease, rows: Rows) -> None:
+        """A read lease in its time names `rows`, too; they are stored, and follow its last."""
+        known = self.namespaces[lease.namespace]
+        self.room.protect(rows)
+        self.room.use(known, rows, self.clock())
+        lease.rows = np.concatenate([lease.rows, rows])
+        lease.nbytes += len(rows) * sum(known.extent_bytes)
 
     def adopt(self, session: StoreSession, lease_id: bytes, parts: int = 0) -> Match:
         """Adds `session` as a holder of a read lease and tells it the extents of `parts`.
@@ -259,7 +329,12 @@ class Store:
         return Reservation(plan.outcomes, lease.id, ttl, extents, text)
 
     def commit(
-        self, session: StoreSession, lease_id: bytes, items: Sequence[int] | None = None
+        self,
+        session: StoreSession,
+        lease_id: bytes,
+        items: Sequence[int] | None = None,
+        *,
+        promoted: bool = False,
     ) -> list[Outcome]:
         """Makes written extents visible; None means all that are still open.
 
@@ -274,7 +349,9 @@ class Store:
         if lease.expired or lease.deadline <= now:
             return [Outcome.EXPIRED] * len(numbers)
         known = self.namespaces[lease.namespace]
-        outcomes = self._writes.commit(known, lease, numbers, now)
+        outcomes, stored = self._writes.commit(known, lease, numbers, now, promoted=promoted)
+        if self.ssd is not None and not promoted:
+            self.ssd.stored(stored)
         if not lease.items:
             self.release(session, lease.id)
         return outcomes
@@ -345,11 +422,14 @@ class Store:
         return outcomes[::-1]
 
     def _delete_one(self, known: KnownNamespace, key: bytes, reason: Reason) -> Outcome:
+        stored = False
+        if self.ssd is not None and reason is Reason.DELETED:
+            stored = self.ssd.forget(known, key)  # a copy that is damaged says nothing of the other
         row = self.index.find_one(known.id, key)
-        if row == NO_ROW:
-            return Outcome.MISS
-        self.pins.forget(row)
-        return Outcome.OK if self.room.remove(known, row, reason) else Outcome.MISS
+        if row != NO_ROW:
+            self.pins.forget(row)
+            stored = self.room.remove(known, row, reason) or stored
+        return Outcome.OK if stored else Outcome.MISS
 
     def clear(self, session: StoreSession, namespace: int = 0) -> int:
         """Deletes every chunk of one namespace, or of all of the tenant's. Returns how many."""
@@ -362,6 +442,8 @@ class Store:
         total = 0
         for known in mine:
             rows = linked[self.index.namespace[linked] == known.id]
+            if self.ssd is not None:
+                total += self.ssd.clear(known)
             self.pins.forget_namespace(known, rows)
             total += self.room.remove_all(known, rows)
         self.counters.deleted_chunks += total

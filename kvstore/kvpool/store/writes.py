@@ -180,20 +180,34 @@ class Writes:
     # ---- commit
 
     def commit(
-        self, known: KnownNamespace, lease: Lease, numbers: Sequence[int], now: float
-    ) -> list[Outcome]:
-        """Makes open items of a lease in its time visible, whatever order they are named in."""
+        self,
+        known: KnownNamespace,
+        lease: Lease,
+        numbers: Sequence[int],
+        now: float,
+        *,
+        promoted: bool,
+    ) -> tuple[list[Outcome], list[int]]:
+        """Makes open items of a lease in its time visible, whatever order they are named in.
+
+        Also gives the rows that have become visible by it. `promoted`: the store's own copies of
+        what was published before; not counted again.
+        """
         outcomes: dict[int, Outcome] = {}
         stored: list[int] = []
+        before = self._room.counters.published_bytes
         for number in sorted(set(numbers)):
             outcomes[number] = self._commit_one(known, lease, number, stored)
+        if promoted:
+            self._room.counters.published_bytes = before
         if stored:
             rows = np.array(stored, np.int32)
             self._room.used_at[rows] = now
             known.policy.admit(rows)
-            known.published += len(rows)
-            self._room.counters.published_chunks += len(rows)
-        return [outcomes[number] for number in numbers]
+            if not promoted:
+                known.published += len(rows)
+                self._room.counters.published_chunks += len(rows)
+        return [outcomes[number] for number in numbers], stored
 
     def _commit_one(
         self, known: KnownNamespace, lease: Lease, number: int, stored: list[int]

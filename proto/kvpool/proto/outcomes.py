@@ -60,6 +60,8 @@ class Reason(IntEnum):
     PART_MISSING = 7
     QUARANTINED = 8
     ORPHAN = 9
+    SLOW_TIER = 10
+    """Stored, but computing it takes less time than loading it."""
 
     @classmethod
     def _missing_(cls, value: object) -> Reason:

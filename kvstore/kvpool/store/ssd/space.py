@@ -23,6 +23,10 @@ class Space:
             self._slabs.add_region()
 
     @property
+    def capacity_bytes(self) -> int:
+        return self._slabs.capacity_bytes
+
+    @property
     def segment_bytes(self) -> int:
         return self._slabs.segment_bytes
 

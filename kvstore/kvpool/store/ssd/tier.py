@@ -172,7 +172,7 @@ class Tier:
         self._lanes = lanes
         self._clock = clock
         self._batch = _Batch()
-        self._committing = False
+        self._committing: _Batch | None = None
         self._suspects: set[int] = set()
         self._look_at = clock() + LOOK_S
         self._looking = False
@@ -259,6 +259,12 @@ class Tier:
         for extent in extents:
             self.space.quarantine(extent.nbytes)
 
+    @property
+    def leaving(self) -> int:
+        """Extents that will be free when what waits is committed."""
+        on_its_way = len(self._committing.freeing) if self._committing is not None else 0
+        return len(self._batch.freeing) + on_its_way
+
     def add_space(self, record: SpaceRecord) -> None:
         """Makes a namespace known, before the first draft that names its number."""
         self._batch.spaces.append(record)
@@ -270,7 +276,7 @@ class Tier:
         self._flush()
 
     def _flush(self) -> None:
-        if self._committing or self.down:
+        if self._committing is not None or self.down:
             return
         self._drop_cancelled()
         if not self._batch:
@@ -279,7 +285,7 @@ class Tier:
         if not batch.spaces and not len(batch):
             self.space.free(batch.freeing)
             return
-        self._committing = True
+        self._committing = batch
         entries = [*batch.restored, *(draft.entry for draft in batch.puts)]
 
         def work() -> bool:
@@ -307,7 +313,7 @@ class Tier:
                 self._discard(draft)
 
     def _committed(self, batch: _Batch, result: bool | Exception) -> None:
-        self._committing = False
+        self._committing = None
         if isinstance(result, Exception):
             self._not_committed(batch, result)
             return

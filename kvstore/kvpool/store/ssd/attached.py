@@ -1,0 +1,154 @@
+"""A tier at work below one store: what is matched, loaded, written and shown of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from kvpool.proto.keys import KEY_BYTES
+from kvpool.proto.outcomes import Outcome, Reason
+from kvpool.store.index import NO_ROW
+from kvpool.store.leases import Lease
+from kvpool.store.namespaces import KnownNamespace
+from kvpool.store.records import Loading, split_keys
+from kvpool.store.ssd.demotion import Demotion, Memory
+from kvpool.store.ssd.promotion import Cold, Promotion
+from kvpool.store.ssd.shelf import Shelf
+from kvpool.store.store import Store
+
+WRITE_ONLY_CHUNKS = 1000
+"""Written without one of them ever being read: worth a warning."""
+
+
+class Ssd:
+    """The SSD tier of `store`. One thread calls it, the store's own."""
+
+    def __init__(self, store: Store, shelf: Shelf, memory: Memory, *, write_through: bool) -> None:
+        self.shelf = shelf
+        self.demotion = Demotion(store, shelf, memory, write_through=write_through)
+        self.promotion = Promotion(store, shelf, memory)
+        self.hit_chunks = 0
+        """That matches found here and not in memory."""
+        self.skipped_chunks = 0
+        """That would have taken longer to load than to compute."""
+        self._store = store
+
+    # ---- reading
+
+    def cold(
+        self, known: KnownNamespace, keys: bytes, parts: int, hits: int, prefill_tokens_s: float
+    ) -> tuple[Cold | None, int]:
+        """What follows the first `hits` of `keys` here and is worth loading, and how many chunks
+        are not. Nothing is held yet, and nothing counted."""
+        if known.id not in self.shelf.known or self.shelf.tier.down:
+            return None, 0
+        run = self.shelf.run(known, keys, parts)
+        count = run.hits - hits
+        if count <= 0:
+            return None, 0
+        if not self._worth(known, count, prefill_tokens_s):
+            return None, count
+        start = hits * KEY_BYTES
+        parent = keys[start - KEY_BYTES : start]
+        wanted = split_keys(keys[start : run.hits * KEY_BYTES])
+        return Cold(known, parent, wanted, run.rows[hits:], self.shelf), 0
+
+    def _worth(self, known: KnownNamespace, count: int, prefill_tokens_s: float) -> bool:
+        """Loading is linear in the chunks, behind what is queued, and so is computing them (at
+        least): it pays for all of them or for none."""
+        if not prefill_tokens_s:
+            return True
+        computing_s = count * known.namespace.chunk_tokens / prefill_tokens_s
+        return self.load_s(known, count) < computing_s
+
+    def load_s(self, known: KnownNamespace, count: int) -> float:
+        """How long loading `count` chunks would take now, in seconds."""
+        return self.shelf.tier.estimate_s(count * sum(known.extent_bytes))
+
+    def hold(self, cold: Cold, lease: Lease) -> None:
+        """`lease` protects what is cold, too, until it is loaded or the lease ends."""
+        self.shelf.protect(cold.rows)
+        self.shelf.use(cold.known, cold.rows)
+        self.hit_chunks += len(cold.keys)
+        lease.cold = cold
+
+    def load(self, lease: Lease, cold: Cold, upto: int) -> Loading:
+        """Brings the first `upto` chunks of what was cold on their way. See `Store.load`."""
+        pending = self.promotion.advance(lease, cold, upto)
+        self.shelf.tier.flush()
+        return Loading(
+            len(lease.rows),
+            pending,
+            Outcome.HIT if pending else cold.outcome,
+            self.promotion.wait_s(cold) if pending else 0.0,
+        )
+
+    # ---- writing
+
+    def stored(self, rows: list[int]) -> None:
+        """These rows have become visible in memory."""
+        self.demotion.stored(rows)
+
+    def turn(self) -> None:
+        """Call it often: starts what should be written."""
+        self.demotion.turn()
+        self.shelf.tier.tick()
+
+    def forget(self, known: KnownNamespace, key: bytes) -> bool:
+        """The chunk was deleted. True if it was here."""
+        self.demotion.forget(key)
+        return known.id in self.shelf.known and self.shelf.remove(known, key, Reason.DELETED)
+
+    def clear(self, known: KnownNamespace) -> int:
+        """Everything of a namespace goes; returns how many chunks were here only."""
+        self.demotion.forget_namespace(known)
+        if known.id not in self.shelf.known:
+            return 0
+        both = sum(
+            self.shelf.find(known, self._store.index.key_bytes(row)) != NO_ROW
+            for row in self._store.index.linked_rows().tolist()
+            if self._store.index.namespace_at[row] == known.id
+        )
+        return self.shelf.clear(known) - both
+
+    # ---- looking in
+
+    def trouble(self) -> str:
+        """What stands in the way of normal work, in words; empty if nothing does."""
+        tier = self.shelf.tier
+        return f"the SSD tier is down: {tier.down}" if tier.down else tier.full
+
+    def status(self) -> dict[str, Any]:
+        """Figures, JSON-able."""
+        tier, counters = self.shelf.tier, self.shelf.tier.counters
+        new = counters.written_bytes
+        return {
+            "down": tier.down,
+            "full": tier.full,
+            "downs": tier.condition.downs,
+            "chunks": self.shelf.index.count,
+            "chunks_max": self.shelf.index.capacity,
+            "slabs": asdict(tier.space.statistics()),
+            "quarantined_bytes": tier.space.quarantined_bytes,
+            "writing_bytes": tier.writing_bytes,
+            "writing_chunks": self.demotion.chunks,
+            "reading_bytes": tier.reading_bytes,
+            "read_bytes_s": tier.speed.bytes_s,
+            "write_through": self.demotion.write_through,
+            "write_amplification": counters.device_bytes / new if new else 1.0,
+            "writes_per_hit": counters.written_chunks / max(1, self.hit_chunks),
+            "counters": asdict(counters)
+            | {
+                "hit_chunks": self.hit_chunks,
+                "skipped_chunks": self.skipped_chunks,
+                "promoted_chunks": self.promotion.promoted_chunks,
+                "failed_chunks": self.promotion.failed_chunks,
+                "evicted_chunks": self.shelf.evicted_chunks,
+            },
+        }
+
+    def warnings(self) -> list[str]:
+        written = self.shelf.tier.counters.written_chunks
+        if written >= WRITE_ONLY_CHUNKS and not self.hit_chunks:
+            return [f"the SSD tier is write-only: {written} chunks were written, none ever matched"]
+        return []

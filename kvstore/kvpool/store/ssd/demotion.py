@@ -1,0 +1,200 @@
+"""Demotion: which chunks of the memory are written to the SSD, and when.
+
+write back       what is next to be evicted, before it is, parents first
+write through    what was published, soon after
+
+Nobody waits for it. While a chunk is being written a lease of the store's own keeps it; what the
+tier refuses (it is slow, full or down) is counted and stays as it is: the memory evicts it as if
+there was no SSD.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvpool.store.index import LINKED, ROOT
+from kvpool.store.leases import Lease
+from kvpool.store.namespaces import KnownNamespace
+from kvpool.store.ssd.entries import Entry
+from kvpool.store.ssd.shelf import Shelf
+from kvpool.store.ssd.tier import Draft, Piece
+from kvpool.store.store import Store
+from kvpool.transfer.copying import Bytes
+
+Memory = Callable[[int, int], Bytes]
+"""The bytes of the pool at an address, so many of them."""
+
+AHEAD_SHARE = 8
+"""Writing back begins when less than this part of the memory (an eighth) is free."""
+AHEAD_ROWS = 256
+"""Chunks that are looked at in one turn."""
+RESERVE = 32
+"""Extents of a class that are kept free on the SSD, so that a write need not wait for the deletion
+of what makes room for it."""
+
+
+@dataclass(slots=True)
+class _Writing:
+    """A chunk on its way, and the children that were announced before it."""
+
+    known: KnownNamespace
+    draft: Draft
+    lease: Lease
+    children: list[tuple[KnownNamespace, Entry]] = field(default_factory=list)
+
+
+class Demotion:
+    """Moves chunks of `store` to `shelf`."""
+
+    def __init__(self, store: Store, shelf: Shelf, memory: Memory, *, write_through: bool) -> None:
+        self.write_through = write_through
+        self._store = store
+        self._shelf = shelf
+        self._memory = memory
+        self._writing: dict[bytes, _Writing] = {}
+        self._fresh: deque[int] = deque()
+
+    @property
+    def chunks(self) -> int:
+        """On their way."""
+        return len(self._writing)
+
+    def stored(self, rows: list[int]) -> None:
+        """These rows have become visible in memory."""
+        if self.write_through:
+            self._fresh.extend(rows)
+
+    def turn(self) -> None:
+        """Starts what should be written now; call it often."""
+        shelf, store = self._shelf, self._store
+        if shelf.tier.down or shelf.tier.full or store.allocator is None:
+            self._fresh.clear()
+            return
+        while self._fresh:
+            if not self._write_chain(self._fresh[0]):
+                break
+            self._fresh.popleft()
+        figures = store.allocator.statistics()
+        if figures.free_bytes * AHEAD_SHARE < figures.capacity_bytes:
+            for policy in store.policies.values():
+                for row in policy.victims(AHEAD_ROWS).tolist():
+                    if not self._write_chain(row):
+                        return
+
+    def flush(self) -> bool:
+        """Starts to write everything that is not there yet, as far as the queue has room; True if
+        nothing is left to start."""
+        index = self._store.index
+        rows = index.linked_rows()
+        return all(self._write_chain(row) for row in rows[index.resident[rows] != 0].tolist())
+
+    def forget(self, key: bytes) -> None:
+        """The chunk was deleted: what is on its way must not arrive."""
+        writing = self._writing.get(key)
+        if writing is not None:
+            self._shelf.tier.cancel(writing.draft)
+            return
+        for writing in self._writing.values():
+            for child in [one for one in writing.children if one[1].key == key]:
+                writing.children.remove(child)
+                self._drop(child[1])
+
+    def forget_namespace(self, known: KnownNamespace) -> None:
+        """As `forget`, of everything in a namespace."""
+        for key in [key for key, one in self._writing.items() if one.known is known]:
+            self.forget(key)
+        for writing in self._writing.values():
+            for child in [one for one in writing.children if one[0] is known]:
+                writing.children.remove(child)
+                self._drop(child[1])
+
+    def _write_chain(self, row: int) -> bool:
+        """Starts to write a row and what is above it; False if the tier takes no more now."""
+        index, chain = self._store.index, []
+        while row >= 0 and index.state_at[row] == LINKED and index.resident_at[row]:
+            known = self._store.namespaces[index.namespace_at[row]]
+            key = index.key_bytes(row)
+            if key in self._writing or not self._missing(known, row, key):
+                row = ROOT
+                break
+            if not self._shelf.fits(known):
+                return True
+            chain.append((known, row, key))
+            row = index.parent_at[row]
+        if row != ROOT:  # cut off somewhere above: it can never be matched
+            return True
+        return all(self._write(*chunk) for chunk in reversed(chain))
+
+    def _missing(self, known: KnownNamespace, row: int, key: bytes) -> int:
+        """Bitmap of the parts that are in memory and not on the SSD."""
+        return self._store.index.resident_at[row] & ~self._shelf.parts_of(known, key)
+
+    def _write(self, known: KnownNamespace, row: int, key: bytes) -> bool:
+        index, shelf = self._store.index, self._shelf
+        missing = self._missing(known, row, key)
+        parts = [part for part in range(missing.bit_length()) if missing >> part & 1]
+        self._make_room(known, parts)
+        forms = shelf.forms(known)
+        pieces = [
+            Piece(
+                part,
+                index.generation_at[part][row],
+                self._memory(index.address_at[part][row], known.extent_bytes[part]),
+                forms[part].planes,
+            )
+            for part in parts
+        ]
+        above = index.parent_at[row]
+        old = shelf.find(known, key)
+        kept = shelf.extents(old, range(len(forms))) if old >= 0 else []
+        draft = Draft(
+            key,
+            shelf.space_of(known),
+            index.key_bytes(above) if above >= 0 else b"",
+            pieces,
+            lambda entry: self._done(key, entry),
+            kept=tuple(kept),
+        )
+        if shelf.tier.write(draft) is not None:
+            return False
+        lease = self._store.hold(known, np.array([row], np.int32))
+        self._writing[key] = _Writing(known, draft, lease)
+        return True
+
+    def _make_room(self, known: KnownNamespace, parts: list[int]) -> None:
+        tier = self._shelf.tier
+        for part in parts:
+            nbytes = known.extent_bytes[part]
+            slot = tier.space.slot_bytes(nbytes)
+            reserve = max(1, min(RESERVE, tier.space.capacity_bytes // slot // 8))
+            lacking = reserve - tier.space.free_slots(nbytes) - tier.leaving
+            if lacking > 0 and not self._shelf.evict(lacking, slot):
+                self._shelf.evict(lacking)
+
+    def _done(self, key: bytes, entry: Entry | None) -> None:
+        writing = self._writing.pop(key)
+        self._store.let_go(writing.lease)
+        if entry is not None:
+            self._arrived(writing.known, entry)
+        for known, child in writing.children:
+            if entry is not None:
+                self._arrived(known, child)
+            else:
+                self._drop(child)
+
+    def _arrived(self, known: KnownNamespace, entry: Entry) -> None:
+        """Takes an announced entry on the shelf, below its parent."""
+        parent = self._writing.get(entry.parent)
+        if parent is not None:
+            parent.children.append((known, entry))
+        else:
+            self._shelf.add(known, entry)
+
+    def _drop(self, entry: Entry) -> None:
+        """Announced, but of no use: what is above it was not stored."""
+        self._shelf.tier.delete(entry.key)
+        self._shelf.tier.release(entry.extents)

@@ -1,0 +1,379 @@
+"""A store with an SSD below it: what is evicted is found again, whatever the device does."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpool.proto.outcomes import Outcome, Reason
+from kvpool.store.ssd.condition import HANG_S
+from kvpool.store.ssd.simulated import Crash
+from tests.ssd.samples import key_of
+from tests.ssd.world import World, chain
+
+
+def test_what_memory_evicts_is_found_on_the_ssd_and_comes_back_whole() -> None:
+    world = World()
+    keys = chain("a", 5)
+    world.publish(keys)
+    world.flood()
+    assert world.in_memory(keys) == 0
+    match = world.match(keys)
+    assert (match.hits, match.cold, match.outcome) == (0, 5, Outcome.HIT)
+    assert match.load_s > 0
+    world.store.release(world.session, match.lease)
+    assert world.pull(keys) == 5
+    assert world.in_memory(keys) == 5, "it was promoted"
+    world.check()
+
+
+def test_a_prefix_may_be_in_memory_and_its_end_on_the_ssd() -> None:
+    world = World(room=8)
+    keys = chain("a", 6)
+    world.publish(keys)
+    world.settle()
+    while world.in_memory(keys) == 6:
+        world.flood(1)
+    match = world.match(keys)
+    assert match.hits + match.cold == 6 and match.cold > 0
+    world.store.release(world.session, match.lease)
+    assert world.pull(keys) == 6
+    world.check()
+
+
+def test_a_hole_ends_the_prefix_whatever_the_tiers_hold_behind_it() -> None:
+    world = World()
+    keys = chain("a", 6)
+    world.publish(keys)
+    world.flood()
+    world.pull(keys[:2])  # the first two are in memory, too
+    world.store.delete(world.session, world.known.id, keys[3])
+    match = world.match(keys)
+    assert match.hits + match.cold == 3
+    world.store.release(world.session, match.lease)
+    assert world.pull(keys) == 3
+    world.check()
+
+
+def test_growing_a_conversation_writes_only_what_is_new() -> None:
+    world = World(room=30, write_through=True)
+    keys = chain("a", 20)
+    for end in range(1, 21):
+        world.publish(keys[end - 1 : end], parent=keys[end - 2] if end > 1 else b"")
+        world.settle()
+    assert world.tier.counters.written_chunks == 20
+    assert world.ssd.status()["write_amplification"] <= 1.5  # three blocks for 8,392 bytes
+    world.check()
+
+
+def test_writing_through_has_a_copy_of_all_and_writing_back_only_of_what_must_go() -> None:
+    for write_through, copies in ((True, 3), (False, 0)):
+        world = World(room=20, write_through=write_through)
+        world.publish(chain("a", 3))
+        world.settle()
+        assert world.ssd.shelf.index.count == copies
+
+
+def test_the_ssd_evicts_leaves_first_and_its_room_is_used_again() -> None:
+    world = World(segments=3)
+    chains = [chain(name, 4) for name in "abcdefghij"]
+    for keys in chains:
+        world.publish(keys)
+        world.flood(8)
+    stored = [world.match(keys, peek=True) for keys in chains]
+    assert stored[0].hits + stored[0].cold == 0, "the oldest chain is gone"
+    assert stored[-1].hits + stored[-1].cold == 4, "the newest is there"
+    assert world.ssd.shelf.evicted_chunks > 80
+    world.check()
+
+
+def test_two_readers_of_one_chain_share_its_reads() -> None:
+    world = World()
+    keys = chain("a", 5)
+    world.publish(keys)
+    world.flood()
+    one, other = world.match(keys), world.match(keys)
+    assert world.store.load(world.session, one.lease).pending
+    assert world.store.load(world.session, other.lease).pending
+    assert world.load(one).chunks == world.load(other).chunks == 5
+    assert world.tier.counters.read_chunks == 5
+    for match in (one, other):
+        world.store.release(world.session, match.lease)
+    world.check()
+
+
+def test_readers_of_chains_that_part_both_get_theirs() -> None:
+    world = World(room=12)
+    stem = chain("a", 3)
+    left, right = [*stem, key_of("l")], [*stem, key_of("r")]
+    world.publish(left)
+    world.publish(right[3:], parent=stem[-1])
+    world.flood(30)
+    one, other = world.match(left), world.match(right)
+    world.store.load(world.session, one.lease)
+    world.store.load(world.session, other.lease)
+    assert world.load(one).chunks == world.load(other).chunks == 4
+    for match in (one, other):
+        world.store.release(world.session, match.lease)
+    world.check()
+
+
+def test_a_lookup_that_never_loads_holds_its_chunks_and_leaves_nothing() -> None:
+    world = World(segments=3)
+    keys = chain("a", 4)
+    world.publish(keys)
+    world.flood(8)
+    match = world.match(keys)
+    assert match.cold == 4
+    for _ in range(6):
+        world.flood(8)  # would push it out of the SSD, too
+    assert world.load(match).chunks == 4
+    world.store.release(world.session, match.lease)
+    world.check()
+
+
+def test_a_reader_that_leaves_while_its_chunks_are_loaded_leaves_nothing() -> None:
+    for steps in range(6):
+        world = World(seed=steps)
+        keys = chain("a", 5)
+        world.publish(keys)
+        world.flood()
+        match = world.match(keys)
+        world.store.load(world.session, match.lease)
+        for _ in range(steps):
+            world.lanes.step()
+        world.store.close_session(world.session)
+        world.session = world.store.open_session("default", mapped=True)
+        world.check()
+        assert world.pull(keys) == 5
+
+
+def test_a_load_in_time_is_served_and_a_late_one_is_expired() -> None:
+    world = World()
+    keys = chain("a", 3)
+    world.publish(keys)
+    world.flood()
+    match = world.match(keys, lease_s=5)
+    world.clock.now += 6
+    world.store.reap()
+    assert world.store.load(world.session, match.lease).outcome is Outcome.EXPIRED
+    world.store.release(world.session, match.lease)
+    world.check()
+
+
+def test_memory_that_is_all_held_is_said_and_what_fits_is_had() -> None:
+    world = World(room=7)
+    keys = chain("a", 5)
+    world.publish(keys)
+    world.flood()
+    others = chain("b", 4)
+    world.publish(others)
+    held = world.match(others)
+    match = world.match(keys)
+    loading = world.load(match)
+    assert loading.chunks == 3 and loading.outcome is Outcome.BUSY
+    world.store.release(world.session, held.lease)
+    assert world.load(match).chunks == 5, "and the rest, when there is room"
+    world.store.release(world.session, match.lease)
+    world.check()
+
+
+def test_delete_and_clear_reach_the_ssd() -> None:
+    world = World()
+    a, b = chain("a", 3), chain("b", 3)
+    world.publish(a)
+    world.publish(b)
+    world.flood()
+    out = world.store.delete(world.session, world.known.id, b"".join(a[1:]))
+    assert out == [Outcome.OK, Outcome.OK]
+    assert world.match(a, peek=True).cold == 1
+    world.settle()
+    assert not {a[1], a[2]} & world.catalogue.stored.keys()
+    assert world.store.clear(world.session, world.known.id) > 0
+    assert world.match(b, peek=True).cold == 0
+    world.settle()
+    assert not world.catalogue.stored
+    world.check()
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_a_chunk_that_is_deleted_while_it_is_written_or_read_does_not_come_back(steps: int) -> None:
+    world = World(seed=steps, write_through=True)
+    keys = chain("a", 2)
+    world.publish(keys)
+    world.ssd.turn()
+    for _ in range(steps):
+        world.lanes.step()
+    world.store.delete(world.session, world.known.id, b"".join(keys))
+    world.settle()
+    assert not world.catalogue.stored and world.pull(keys) == 0
+    world.publish(keys)
+    world.flood()
+    match = world.match(keys)
+    world.store.load(world.session, match.lease)
+    for _ in range(steps):
+        world.lanes.step()
+    world.store.delete(world.session, world.known.id, b"".join(keys))
+    world.store.release(world.session, match.lease)
+    world.settle()
+    assert world.pull(keys) == 0
+    world.check()
+
+
+# ---- damage and failure
+
+
+def test_damage_at_rest_is_a_miss_that_is_counted_quarantined_and_republished() -> None:
+    world = World()
+    keys = chain("a", 5)
+    world.publish(keys)
+    world.flood()
+    shelf = world.ssd.shelf
+    (extent,) = shelf.extents(shelf.find(world.known, keys[2]), (0,))
+    world.disk.flip(extent.address + 300)
+    match = world.match(keys)
+    loading = world.load(match)
+    assert (loading.chunks, loading.outcome) == (2, Outcome.CORRUPT)
+    world.store.release(world.session, match.lease)
+    assert world.pull(keys) == 2, "a second request sees the shorter prefix"
+    assert world.tier.counters.corrupt_chunks == 1
+    assert world.tier.space.quarantined_bytes == 3 * 4096
+    world.settle()
+    assert keys[2] not in world.catalogue.stored
+    world.publish(keys)
+    assert world.pull(keys) == 5
+
+
+def test_a_device_that_cannot_be_read_is_a_miss_and_the_tier_comes_back() -> None:
+    world = World()
+    keys = chain("a", 3)
+    world.publish(keys)
+    world.flood()
+    match = world.match(keys)
+    world.disk.faults.reading = OSError(5, "Input/output error")
+    assert world.load(match).outcome is Outcome.UNREACHABLE
+    world.store.release(world.session, match.lease)
+    assert world.match(keys, peek=True).cold == 0, "what cannot be read is no hit"
+    assert "is down" in world.ssd.trouble()
+    world.disk.faults.reading = None
+    world.clock.now += 60
+    world.settle()
+    assert not world.ssd.trouble()
+    assert world.pull(keys) == 3
+    world.check()
+
+
+@pytest.mark.parametrize("where", ["writing", "syncing", "committing"])
+def test_a_dead_disk_never_blocks_publishes(where: str) -> None:
+    world = World()
+    setattr(world.disk.faults, where, OSError(28, "No space left on device"))
+    for name in range(30):
+        assert world.publish(chain(f"c{name}", 2)) == [Outcome.OK] * 2
+        world.settle()
+    assert "No space left" in world.ssd.trouble()
+    setattr(world.disk.faults, where, None)
+    world.clock.now += 60
+    world.settle()
+    keys = chain("a", 3)
+    world.publish(keys)
+    world.flood()
+    assert world.pull(keys) == 3
+    world.check()
+
+
+def test_a_hung_disk_never_blocks_publishes() -> None:
+    world = World()
+    world.tier.queue_bytes = 3 * 8392
+    for name in range(40):
+        world.clock.now += 1
+        assert world.publish(chain(f"c{name}", 1)) == [Outcome.OK]
+        world.ssd.turn()  # and no lane ever answers
+    assert world.clock.now > HANG_S and "no answer" in world.ssd.trouble()
+    assert world.tier.writing_bytes <= world.tier.queue_bytes
+    world.lanes.run()
+    world.clock.now += 60
+    world.settle()
+    assert not world.ssd.trouble()
+    world.check()
+
+
+# ---- load or recompute
+
+
+def test_what_computes_faster_than_it_loads_is_not_matched_and_counted() -> None:
+    world = World()
+    keys = chain("a", 4)
+    world.publish(keys)
+    world.flood()
+    world.tier.speed = type(world.tier.speed)(10e6)  # a disk of 10 MB/s: 0.84 ms a chunk
+    fast, slow = world.match(keys, prefill_tokens_s=1e5), world.match(keys, prefill_tokens_s=1e3)
+    assert (fast.cold, fast.skipped, fast.reason) == (0, 4, Reason.SLOW_TIER)
+    assert (slow.cold, slow.skipped) == (4, 0)
+    assert world.ssd.skipped_chunks == 4
+    world.store.release(world.session, slow.lease)
+    world.check()
+
+
+# ---- restart
+
+
+def test_a_restart_serves_what_the_ssd_had_at_once_and_verified() -> None:
+    world = World()
+    chains = [chain(name, 4) for name in "abc"]
+    for keys in chains:
+        world.publish(keys)
+        world.flood(8)
+    before = [world.match(keys, peek=True).cold for keys in chains]
+    again = world.after_crash()
+    assert [again.match(keys, peek=True).cold for keys in chains] == before == [4, 4, 4]
+    for keys in chains:
+        assert again.pull(keys) == 4
+    assert again.tier.counters.corrupt_chunks == 0
+    again.publish([key_of("more")], parent=chains[2][3])
+    again.check()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    operations=st.integers(0, 400),
+    write_through=st.booleans(),
+    policy=st.sampled_from(("lru", "s3fifo")),
+)
+def test_under_any_traffic_and_crash_every_pull_is_right_and_nothing_looks_damaged(
+    seed: int, operations: int, write_through: bool, policy: str
+) -> None:
+    dice = random.Random(seed)
+    world = World(segments=3, seed=seed, write_through=write_through, policy=policy)
+    chains = [chain(str(name), 5) for name in range(8)]
+    world.disk.faults.operations_left = operations
+    with contextlib.suppress(Crash):
+        for _ in range(60):
+            keys = dice.choice(chains)
+            action = dice.randrange(6)
+            if action < 3:
+                have = world.pull(keys[: dice.randrange(1, 6)])
+                at = min(have, 4)
+                world.publish(keys[at:], parent=keys[at - 1] if at else b"")
+            elif action == 3:
+                world.store.delete(world.session, world.known.id, dice.choice(keys))
+            elif action == 4:
+                match = world.match(keys)
+                if match.lease:
+                    world.store.load(world.session, match.lease, dice.randrange(6))
+                    world.store.release(world.session, match.lease)
+            world.ssd.turn()
+            for _ in range(dice.randrange(8)):
+                world.lanes.step()
+            world.clock.now += dice.random()
+            world.store.reap()
+        world.check()
+    again = world.after_crash()
+    for keys in chains:
+        again.pull(keys)
+    assert again.tier.counters.corrupt_chunks == 0
+    again.check()
