@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-import numpy as np
-
 from kvpool.proto.errors import BusyError, DeniedError, InvalidError
 from kvpool.proto.keys import KEY_BYTES
 from kvpool.proto.namespace import Namespace
