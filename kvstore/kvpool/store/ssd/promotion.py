@@ -243,8 +243,10 @@ class Promotion:
         """Commits what has arrived in order; gives back what came after a failure."""
         store, known = self._store, climb.known
         session = self._session(known.tenant)
-        while climb.chunks and climb.chunks[0].verdict is not None and not climb.broken:
+        while climb.chunks and not climb.broken:
             chunk = climb.chunks[0]
+            if chunk.verdict is None:
+                break
             outcome = _OUTCOMES[chunk.verdict]
             if chunk.verdict is Read.OK:
                 outcomes = store.commit(session, chunk.lease, chunk.numbers, promoted=True)
