@@ -78,6 +78,7 @@ def test_counters_only_grow_and_gauges_are_never_negative(service: Service, seed
                 wire.Release(leases=b"".join(leases[-2:]) or b"x" * 16),
                 wire.Pin(namespace=number, keys=keys, unpin=draw.random() < 0.5),
                 wire.Delete(namespace=number, keys=keys),
+                wire.Hint(namespace=number, keys=keys, stop_reason="stop", ttl_ms=1),
                 wire.Clear(),
                 wire.Match(namespace=999, keys=b"?"),
             ]
@@ -98,6 +99,45 @@ def test_counters_only_grow_and_gauges_are_never_negative(service: Service, seed
     idle = ["kvpool_connections[]", "kvpool_leases[('domain', 'local')]"]
     idle += [f"kvpool_bytes[('by', '{by}'), ('domain', 'local')]" for by in ("leased", "writing")]
     assert {name: gauges[name] for name in idle} == dict.fromkeys(idle, 0.0)
+
+
+def test_policies_hints_pins_and_tenants_have_their_figures(service: Service) -> None:
+    chunks = Chunks(namespace(), 6)
+    connection, keys = service.connect(local=True), chunks.packed
+    ask(connection, hello("", "test"))
+    space = chunks.space
+    opened = ask(connection, wire.Open(namespace=space.to_record(), digest=space.digest("default")))
+    number = opened.namespace
+    reserved = ask(connection, wire.Reserve(namespace=number, keys=keys))
+    ask(connection, wire.Commit(lease=reserved.lease))
+    for _ in range(2):
+        ask(connection, wire.Pin(namespace=number, keys=keys[: 2 * 32]))
+    ask(connection, wire.Hint(namespace=number, keys=keys, stop_reason="tool_calls", ttl_ms=60000))
+    counters, gauges = samples(service)
+    [known] = service.domains["local"].store.namespaces.values()
+    nbytes = known.chunk_bytes
+    where = "('domain', 'local')"
+    tier = "('policy', 'phz')"
+    shape = f"('shape', '{known.shape[0]}'), ('tier', 'dram')"
+    expected_gauges = {
+        f"kvpool_tenant_bytes[('by', 'used'), {where}, ('tenant', 'default')]": 6 * nbytes,
+        f"kvpool_tenant_bytes[('by', 'pinned'), {where}, ('tenant', 'default')]": 2 * nbytes,
+        f"kvpool_tenant_bytes[('by', 'quota'), {where}, ('tenant', 'default')]": 0,
+        f"kvpool_pinned_chains[{where}]": 1,
+        f"kvpool_pinned_claims[{where}]": 2,
+        f"kvpool_ttls[{where}]": 1,
+        f"kvpool_policy_rows[{where}, ('owner', ''), {tier}, {shape}]": 6,
+        f"kvpool_policy_trusted[{where}, ('owner', ''), {tier}, {shape}]": 0,
+        f"kvpool_policy_behind[{where}, ('owner', ''), {tier}, {shape}]": 0,
+    }
+    expected_counters = {
+        f"kvpool_hint_kinds_total[{where}, ('kind', 'stop_reason'), {tier}, ('tier', 'dram')]": 1,
+        f"kvpool_hint_kinds_total[{where}, ('kind', 'ttl_s'), {tier}, ('tier', 'dram')]": 1,
+        f"kvpool_hint_ends_total[{where}, ('end', 'passed_on'), {tier}, ('tier', 'dram')]": 1,
+        f"kvpool_tenant_evicted_chunks_total[{where}, ('tenant', 'default')]": 0,
+    }
+    assert {name: gauges[name] for name in expected_gauges} == expected_gauges
+    assert {name: counters[name] for name in expected_counters} == expected_counters
 
 
 def test_the_metrics_hold_nothing_of_the_process_around_them(service: Service) -> None:

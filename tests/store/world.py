@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,12 +88,13 @@ class World:
     regions: int = 1
     chunks: int = 1000
     options: dict[str, Any] = field(default_factory=dict)
+    learned: Mapping[str, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.clock = Clock()
         region_bytes = self.segments * SEGMENT // self.regions
         options = StoreOptions(region_bytes, self.chunks, SEGMENT, **self.options)
-        self.store = Store(options, clock=self.clock, entropy=Entropy())
+        self.store = Store(options, clock=self.clock, entropy=Entropy(), learned=self.learned)
         for _ in range(self.regions):
             self.store.add_region()
         self.memory = bytearray(self.segments * SEGMENT)

@@ -74,6 +74,12 @@ class ServeConfig:
         "What is evicted: phz learns when chunks are used again, s3fifo resists scans, lru is the "
         "plain order of use. Change it to compare; phz keeps up with lru by itself.",
     )
+    learned: str = _setting(
+        "",
+        parse_text,
+        "File that keeps what the eviction policy learned across restarts; none: nowhere. "
+        "Default: beside the socket. Change it when the socket's folder does not outlive a boot.",
+    )
     pinned_share: float = _setting(
         1.0,
         parse_share,
@@ -135,6 +141,13 @@ class ServeConfig:
         "Take all pages at the start. Turn it off for a faster start, at the price of slower "
         "first writes and of running out of memory later instead of now.",
     )
+
+    @property
+    def learned_path(self) -> str:
+        """Where `learned` is; empty: nowhere."""
+        if self.learned == "none":
+            return ""
+        return self.learned or f"{self.socket}.learned"
 
     def __post_init__(self) -> None:
         if self.capacity < CAPACITY_MIN:

@@ -17,6 +17,7 @@ from typing import Any
 from kvpool.store.config import ServeConfig
 from kvpool.store.growth import Growth
 from kvpool.store.http import HttpPort
+from kvpool.store.learned import LearnedFile
 from kvpool.store.loops import LAG_TICK_S, Lag, Loops
 from kvpool.store.memory import AvailableMemory, available_bytes
 from kvpool.store.ports import Ports
@@ -30,6 +31,7 @@ from kvpool.store.workers import Workers
 log = logging.getLogger("kvpool")
 
 REAP_S = 0.25
+LEARNED_S = 300.0
 DRAIN_LOOK_S = 0.02
 
 
@@ -46,6 +48,8 @@ class Daemon:
         """`available(headroom)` is the memory that could be taken now."""
         self.config = config
         self._tenants = tenants
+        self._learned = LearnedFile(config.learned_path)
+        self._earlier = self._learned.load()
         domains = [self._new_domain(name, capacity) for name, capacity in tenants.domains.items()]
         self.service = Service(
             {domain.name: domain for domain in domains},
@@ -82,15 +86,21 @@ class Daemon:
             lease_s=config.lease_s,
             pinned_share=config.pinned_share,
             limits=self._tenants.limits_of(name),
+            learned=self._earlier.get(name),
             clock=time.monotonic,
             entropy=os.urandom,
         )
+
+    async def _save_learned(self) -> None:
+        domains = {d.name: d.store.learned() for d in self.service.domains.values()}
+        await asyncio.to_thread(self._learned.save, domains)
 
     async def start(self) -> None:
         """Returns when the daemon is ready. Raises what keeps it from that; `close` it then."""
         await self.ports.open()
         self.loops.every("reap", REAP_S, self.service.reap)
         self.loops.every("lag", LAG_TICK_S, self.lag.tick)
+        self.loops.every("learned", LEARNED_S, self._save_learned)
         await self.growth.first_regions()
         self.service.health.starting = "the data workers are starting"
         await self._start_workers()
@@ -112,6 +122,10 @@ class Daemon:
         end = time.monotonic() + self.config.drain_s
         while self.service.leases and time.monotonic() < end:
             await asyncio.sleep(DRAIN_LOOK_S)
+        try:
+            await self._save_learned()
+        except OSError as error:
+            log.warning("what was learned is not kept in %s: %s", self._learned.path, error)
         return not self.service.leases
 
     async def close(self) -> None:
@@ -156,6 +170,7 @@ class Daemon:
             },
             "worker_restarts": self.workers.restarts,
             "worker_pids": dict(self.workers.pids),
+            "ignored_learned_files": self._learned.ignored,
         }
 
 

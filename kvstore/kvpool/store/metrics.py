@@ -24,7 +24,15 @@ _COUNTERS = {
     "busy": "Requests for which there was no room",
     "expired_leases": "Leases that ran out before they were given back",
     "hints": "Hints given",
+    "refused_pins": "Pins refused because more would be pinned than may be",
+    "ignored_experience": "Policies that could not use what an earlier life learned",
 }
+_COUNTERS_BY = {
+    "evictions": ("reason", "Chunks that made room, by what the room was for"),
+    "hint_kinds": ("kind", "What hints said"),
+    "hint_ends": ("end", "What became of hints"),
+}
+_TIER = "dram"
 _GAUGES = {
     "capacity": ("capacity_bytes", "Bytes that the pool may have"),
     "ready": ("ready_bytes", "Bytes of the pool that are there"),
@@ -32,6 +40,7 @@ _GAUGES = {
     "chunks_max": ("chunks_max", "Rows of the index"),
     "leases": ("leases", "Leases that are held"),
     "data_workers": ("data_workers", "Data workers that are ready"),
+    "ttls": ("ttls", "Chains that have a time to live"),
 }
 
 
@@ -51,6 +60,13 @@ class Collected(Collector):
         yield from _service_counters(status["counters"])
         yield from _loop_metrics(status)
         yield from _domain_metrics(status["domains"])
+        yield from _policy_metrics(status["domains"])
+        yield from _tenant_metrics(status["domains"])
+        ignored = CounterMetricFamily(
+            "kvpool_ignored_learned_files", "Files of what policies learned that were of no use"
+        )
+        ignored.add_metric([], status.get("ignored_learned_files", 0))
+        yield ignored
 
 
 def exposition(status: Callable[[], Mapping[str, Any]]) -> bytes:
@@ -116,3 +132,60 @@ def _domain_metrics(domains: Mapping[str, Any]) -> Iterator[Metric]:
             if by != "total":
                 held.add_metric([domain, by], value)
     yield held
+    for key, text in (("chains", "Chains that are pinned"), ("claims", "Pins of chains")):
+        pins = GaugeMetricFamily(f"kvpool_pinned_{key}", text, labels=["domain"])
+        for domain, figures in domains.items():
+            pins.add_metric([domain], figures["pins"][key])
+        yield pins
+
+
+def _policy_metrics(domains: Mapping[str, Any]) -> Iterator[Metric]:
+    """Per tier and policy; a policy's own figures are those of its `statistics`."""
+    for key, (label, text) in _COUNTERS_BY.items():
+        labels = ["domain", "tier", "policy", label]
+        counter = CounterMetricFamily(f"kvpool_{key}", text, labels=labels)
+        for domain, figures in domains.items():
+            for word, count in figures["counters"][key].items():
+                counter.add_metric([domain, _TIER, figures["policy"], word], count)
+        yield counter
+    families: dict[str, GaugeMetricFamily] = {}
+    labels = ["domain", "tier", "policy", "shape", "owner"]
+    for domain, figures in domains.items():
+        for one in figures["policies"]:
+            where = [domain, _TIER, figures["policy"], one["shape"], one["owner"]]
+            for name, value in _policy_figures(one).items():
+                family = families.get(name) or GaugeMetricFamily(
+                    f"kvpool_policy_{name}", f"{name} of an eviction policy", labels=labels
+                )
+                families[name] = family
+                family.add_metric(where, value)
+    yield from families.values()
+
+
+def _policy_figures(one: Mapping[str, Any]) -> dict[str, float]:
+    """Without its names, and with a lead that is never negative."""
+    figures = {name: value for name, value in one.items() if name not in ("shape", "owner")}
+    if "lead" in figures:
+        lead = figures.pop("lead")
+        figures |= {"lead": max(0, lead), "behind": max(0, -lead)}
+    return figures
+
+
+def _tenant_metrics(domains: Mapping[str, Any]) -> Iterator[Metric]:
+    held = GaugeMetricFamily(
+        "kvpool_tenant_bytes",
+        "Bytes of the pool that a tenant has, has pinned, and may have (0: no limit)",
+        labels=["domain", "tenant", "by"],
+    )
+    evicted = CounterMetricFamily(
+        "kvpool_tenant_evicted_chunks",
+        "Chunks of a tenant that made room for others",
+        labels=["domain", "tenant"],
+    )
+    for domain, figures in domains.items():
+        for account in figures["tenants"]:
+            for by in ("used", "pinned", "reserve", "quota"):
+                held.add_metric([domain, account["tenant"], by], account[by])
+            evicted.add_metric([domain, account["tenant"]], account["evicted_chunks"])
+    yield held
+    yield evicted

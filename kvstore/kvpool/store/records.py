@@ -129,6 +129,7 @@ class Counters:
     busy: int = 0
     expired_leases: int = 0
     refused_pins: int = 0
+    ignored_experience: int = 0
     hints: int = 0
     hint_kinds: dict[str, int] = field(default_factory=dict)
     """What hints said; one may say several things."""

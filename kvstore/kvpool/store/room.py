@@ -8,6 +8,7 @@ is resident is prefix-closed: a stored row's parent is stored, or the row is an 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,11 +22,14 @@ from kvpool.store import segments
 from kvpool.store.accounts import Account, Accounts
 from kvpool.store.allocator import SlabAllocator, segment_size
 from kvpool.store.eviction import make_policy
-from kvpool.store.eviction.base import Facts, Policy
+from kvpool.store.eviction.base import Facts, Learns, Policy
 from kvpool.store.ghosts import Ghosts
 from kvpool.store.index import FREE, NO_ROW, UNLINKED, Index, Rows
+from kvpool.store.learned import Learned
 from kvpool.store.namespaces import KnownNamespace, Namespaces, Shape
 from kvpool.store.records import Counters, StoreOptions
+
+log = logging.getLogger("kvpool")
 
 _FEW = 4  # up to this many rows plain Python beats the fixed cost of NumPy calls
 _USES = 64
@@ -37,9 +41,15 @@ class Room:
     """Index, allocator and policies of one store, which this class keeps in step."""
 
     def __init__(
-        self, options: StoreOptions, seed: int, namespaces: Namespaces, counters: Counters
+        self,
+        options: StoreOptions,
+        seed: int,
+        namespaces: Namespaces,
+        counters: Counters,
+        learned: Learned,
     ) -> None:
         self.options = options
+        self._learned = dict(learned)
         self._seed = seed
         self.index = Index(options.chunks, seed)
         self.ghosts = Ghosts()
@@ -104,8 +114,28 @@ class Room:
             policy = make_policy(
                 self.options.policy, self.options.chunks, self.evictable, facts, self._seed
             )
+            self._teach(policy, self._name_of(shape, account.owner))
             self.policies[shape, account.owner] = policy
         return policy
+
+    def _name_of(self, shape: Shape, owner: str) -> str:
+        return "/".join((self.options.policy, "+".join(map(str, shape)), owner))
+
+    def _teach(self, policy: Policy, name: str) -> None:
+        """Passes on what another life learned, if it did."""
+        if isinstance(policy, Learns) and name in self._learned:
+            try:
+                policy.load(self._learned[name])
+            except ValueError as error:
+                self.counters.ignored_experience += 1
+                log.warning("policy %s starts anew, its experience is of no use: %s", name, error)
+
+    def learned(self) -> Learned:
+        """What the policies know now that can be relied on, and what earlier lives left."""
+        for (shape, owner), policy in self.policies.items():
+            if isinstance(policy, Learns) and policy.statistics()["trusted"]:
+                self._learned[self._name_of(shape, owner)] = policy.dump()
+        return self._learned
 
     def _chunks_free(self, shape: Shape, account: Account) -> int:
         """Chunks of a shape that fit before one has to go."""

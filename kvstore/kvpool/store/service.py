@@ -16,6 +16,7 @@ from kvpool.proto.errors import BusyError, DeniedError
 from kvpool.store.accounts import Limits
 from kvpool.store.connection import Connection
 from kvpool.store.eviction import DEFAULT_POLICY, online_policy
+from kvpool.store.learned import Learned
 from kvpool.store.pool import Pool, region_bytes_for
 from kvpool.store.status import domain_status
 from kvpool.store.store import Store, StoreOptions
@@ -85,8 +86,10 @@ class Domain:
         return self.endpoints[self._turn % len(self.endpoints)].address_for(host)
 
     def renew_store(self, entropy: Callable[[int], bytes]) -> None:
-        """Forgets everything that is stored, as if the daemon had just started."""
-        store = Store(self.store.options, clock=self.store.clock, entropy=entropy)
+        """Forgets everything that is stored, as if the daemon had just started. What eviction
+        policies learned in earlier lives stays."""
+        learned = self.store.learned()
+        store = Store(self.store.options, clock=self.store.clock, entropy=entropy, learned=learned)
         for _ in range(self.store.regions):
             store.add_region()
         self.store = self.pool.store = store
@@ -110,12 +113,14 @@ def new_domain(
     lease_s: float = 30.0,
     pinned_share: float = 1.0,
     limits: Mapping[str, Limits] | None = None,
+    learned: Learned | None = None,
     clock: Callable[[], float],
     entropy: Callable[[int], bytes],
 ) -> Domain:
     """An empty domain of at most `capacity` bytes, whose pool has not grown yet.
 
-    `chunks` 0 sizes the index for chunks of 16 KiB; `limits` are by tenant. Raises `ConfigError`.
+    `chunks` 0 sizes the index for chunks of 16 KiB; `limits` are by
+    tenant, `learned` is of an earlier life (`Store.learned`). Raises `ConfigError`.
     """
     region_bytes = region_bytes_for(capacity)
     options = StoreOptions(
@@ -127,7 +132,7 @@ def new_domain(
         pinned_share=pinned_share,
         limits=limits or {},
     )
-    store = Store(options, clock=clock, entropy=entropy)
+    store = Store(options, clock=clock, entropy=entropy, learned=learned)
     pool = Pool(store, SharedMemory(), capacity, region_bytes)
     return Domain(name, store, pool, secret=entropy(32))
 

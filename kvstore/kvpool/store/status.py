@@ -32,6 +32,12 @@ def domain_status(store: Store, tenant: str | None) -> dict[str, Any]:
             if tenant in (None, account.tenant)
         ],
         "namespaces": [_namespace_status(known) for known in spaces],
+        "policies": [
+            {"shape": "+".join(map(str, shape)), "owner": owner, **policy.statistics()}
+            for (shape, owner), policy in store.policies.items()
+            if tenant in (None, owner) or not owner
+        ],
+        "ttls": len(store.hints),
         "warnings": _unmet(spaces),
     }
 

@@ -28,6 +28,7 @@ from kvpool.store.eviction.base import Policy
 from kvpool.store.hints import Hints, Told
 from kvpool.store.holders import Holders
 from kvpool.store.index import LINKED, NO_ROW, Index, Rows
+from kvpool.store.learned import Learned
 from kvpool.store.leases import Lease, Leases
 from kvpool.store.namespaces import KnownNamespace, Namespaces, Shape
 from kvpool.store.pins import Pins
@@ -70,13 +71,16 @@ class Store:
         *,
         clock: Callable[[], float],
         entropy: Callable[[int], bytes],
+        learned: Learned | None = None,
     ) -> None:
+        """`learned` is what the policies of an earlier life learned: see `learned`."""
         self.options = options
         self.clock = clock
         self.epoch = int.from_bytes(entropy(8), "little") >> 1 or 1
         self.counters = Counters()
         self.leases = Leases(entropy)
-        self.room = Room(options, int.from_bytes(entropy(8), "little"), Namespaces(), self.counters)
+        seed = int.from_bytes(entropy(8), "little")
+        self.room = Room(options, seed, Namespaces(), self.counters, learned or {})
         self.pins = Pins(self.room)
         self.hints = Hints(self.room)
         self._reads = Reads(self.room.index, self.room.ghosts)
@@ -99,6 +103,10 @@ class Store:
     def policies(self) -> Mapping[tuple[Shape, str], Policy]:
         """By shape and owner: see `Account.owner`."""
         return self.room.policies
+
+    def learned(self) -> Learned:
+        """What the eviction policies learned, for a later life."""
+        return self.room.learned()
 
     @property
     def namespaces(self) -> Mapping[int, KnownNamespace]:

@@ -50,7 +50,7 @@ class Ghosts:
         self._lines: Tags = sparse_zeros(2 * self.capacity, np.uint64).reshape(-1, 2 * _WAYS)
         self._words = self._lines.reshape(-1)
         self._graves: dict[int, tuple[int, int]] = {}  # the newest, not in the table yet
-        self._buried = False
+        self._buried = 0  # entries in the table
 
     def take(self, tags: Tags) -> tuple[NDArray[np.int64], Ghost]:
         """Positions in `tags` that are remembered, and what of them; they are forgotten."""
@@ -73,7 +73,6 @@ class Ghosts:
         """Gives the newest entries their slots; returns the entries that made way."""
         if not self._graves:
             return _ghost(_NOTHING)
-        self._buried = True
         tags = np.array(list(self._graves), np.uint64)
         packed = [stamp << _CLASS_BITS | class_ for stamp, class_ in self._graves.values()]
         entries = np.array(packed, np.uint64)
@@ -90,6 +89,7 @@ class Ghosts:
             self._words[chosen] = entries[first]
             tags, entries = np.delete(tags, first), np.delete(entries, first)
         before = np.concatenate(lost)
+        self._buried += len(packed) - int(np.count_nonzero(before))
         return _ghost(before[before != 0])
 
     def sample(self, random: np.random.Generator, runs: int) -> tuple[Ghost, float]:
@@ -103,13 +103,14 @@ class Ghosts:
         return _ghost(entries[entries != 0]), self.capacity / entries.size
 
     def count(self) -> int:
-        """Entries. O(capacity)."""
-        return int(np.count_nonzero(self._lines[:, _WAYS:])) + len(self._graves)
+        """Entries."""
+        return self._buried + len(self._graves)
 
     def check_integrity(self) -> None:
         """O(capacity)."""
         tags, entries = self._lines[:, :_WAYS], self._lines[:, _WAYS:]
         assert np.array_equal(tags != 0, entries != 0), "a tag for each entry"
+        assert np.count_nonzero(entries) == self._buried, "the count of entries"
         assert len(self._graves) <= _BURIED_TOGETHER, "graves are bounded"
         live = tags[tags != 0]
         assert len(np.unique(live)) == len(live), "one entry per tag"
@@ -124,6 +125,7 @@ class Ghosts:
         here = places[found, ways]
         entries = self._words[here + _WAYS]
         if len(found):
+            self._buried -= len(found)
             self._words[here] = 0
             self._words[here + _WAYS] = 0
         return found, _ghost(entries)
