@@ -12,6 +12,7 @@ import pytest
 
 from kvpool.store.learned import LearnedFile, decode, encode
 from kvpool.store.store import Store
+from tests.store.daemons import Client, running
 from tests.store.world import World, chain, part
 
 CHUNK = 4096
@@ -107,3 +108,20 @@ def test_a_link_or_a_folder_in_its_place_is_ignored_and_counted(tmp_path: Path) 
     for name in ("link", "folder", "pipe"):
         file = LearnedFile(str(tmp_path / name))
         assert file.load() == {} and file.ignored == 1
+
+
+def test_a_daemon_keeps_what_was_learned_beside_its_socket(tmp_path: Path) -> None:
+    file = LearnedFile(str(tmp_path / "k.sock.learned"))
+    file.save(DOMAINS)
+    with running(tmp_path) as daemon:
+        Path(file.path).unlink()
+        assert daemon.stop() == 0
+    assert file.load() == {"local": DOMAINS["local"]}
+
+
+def test_a_damaged_file_keeps_no_daemon_from_starting_and_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "tables"
+    path.write_bytes(b"garbage")
+    with running(tmp_path, "--learned", str(path)) as daemon, Client(daemon.address) as client:
+        assert client.status()["ignored_learned_files"] == 1
+        assert "is ignored" in daemon.log.read_text()
