@@ -50,6 +50,7 @@ BELOW_LAZILY = {
 ALLOWED: Mapping[str, frozenset[str]] = {
     "torch": frozenset(
         {
+            "bench/kvpool/bench/gguf_model.py",
             "client/kvpool/client/engines/hf.py",
             "client/kvpool/client/engines/vllm/identity.py",
             "client/kvpool/client/engines/vllm/memory.py",
@@ -60,10 +61,13 @@ ALLOWED: Mapping[str, frozenset[str]] = {
             "bench/kvpool/bench/vllm_engine.py",
             "client/kvpool/client/engines/vllm/connector.py",
             "client/kvpool/client/engines/vllm/plan.py",
+            "client/kvpool/client/engines/vllm/tier.py",
         }
     ),
     "lmdb": frozenset({"kvstore/kvpool/store/ssd/lmdb_catalogue.py"}),
-    "transformers": frozenset({"client/kvpool/client/engines/hf.py"}),
+    "transformers": frozenset(
+        {"bench/kvpool/bench/gguf_model.py", "client/kvpool/client/engines/hf.py"}
+    ),
     "redis": frozenset(),
     "pickle": frozenset(),
     "marshal": frozenset(),

@@ -270,10 +270,10 @@ def test_a_damaged_chunk_is_computed_again_from_there_on(world: World) -> None:
 
 def test_requests_that_are_preempted_give_the_tokens_that_they_give_alone(world: World) -> None:
     prompts = [world.fresh_prompt() for _ in range(5)]
-    alone = [world.vllm.generate(tokens, tokens=100)[0] for tokens in prompts]
+    alone = [world.vllm.generate(tokens)[0] for tokens in prompts]
     world.vllm.forget()
     before = world.vllm.metric("num_preemptions")
-    assert world.vllm.generate(*prompts, tokens=100) == alone
+    assert world.vllm.generate(*prompts) == alone
     assert world.vllm.metric("num_preemptions") > before
     world.assert_nothing_held()
 

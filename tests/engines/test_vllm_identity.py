@@ -96,9 +96,7 @@ class Engine:
 
 @pytest.fixture
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
-    module = "kvpool.client.engines.vllm.identity"
-    monkeypatch.setattr(f"{module}._accelerator", lambda: "H200")
-    monkeypatch.setattr(f"{module}._cpu", lambda: "x86_64+amx")
+    monkeypatch.setattr("kvpool.client.engines.vllm.identity._processor", lambda: "H200")
     return Engine(tmp_path / "model")
 
 

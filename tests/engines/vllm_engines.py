@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from kvpool.client import Client, connect
 from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.namespace import Namespace
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK, CHUNK = 32, 64
 """Tokens."""
 OPTIONS = {
@@ -60,12 +62,14 @@ class VllmEngine:
 
     def __init__(self, python: str, folder: Path, setup: Setup) -> None:
         self.log = folder / "vllm.log"
+        environment = vllm_environment(python)
+        environment["PYTHONPATH"] += f"{os.pathsep}{REPOSITORY}"  # for `vllm_cpu_tiering`
         self._child = Child(
             "vLLM",
             ["-m", "kvpool.bench.vllm_engine"],
             self.log,
             python=python,
-            environment=vllm_environment(python),
+            environment=environment,
         )
         self._child.send(**asdict(setup))
         self._answer(START_S)

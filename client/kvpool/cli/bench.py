@@ -69,6 +69,30 @@ def transfer(
         click.echo(line)
 
 
+@bench.command()
+@click.option("--engine", type=click.Choice(["vllm"]), required=True, help="Which one.")
+@click.option(
+    "--python",
+    type=click.Path(exists=True, dir_okay=False),
+    default=sys.executable,
+    help="Interpreter that has the engine, e.g. of `.ci/engines`. Default: this one.",
+)
+@click.option(
+    "--tokens", "lengths", multiple=True, type=int, help="Of a prompt. Default: 512, 1024, 1536."
+)
+@click.option("--pairs", default=10, show_default=True, help="Measurements of each kind.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def engine(engine: str, python: str, lengths: tuple[int, ...], pairs: int, as_json: bool) -> None:
+    """Time to the first token of a real engine: no store, a miss, a hit, its own prefix cache."""
+    from kvpool.bench import engines
+    from kvpool.bench.report import emit
+
+    rows = engines.run(engine, python, lengths or engines.LENGTHS, pairs, _progress)
+    _progress("")
+    for line in emit(_command(), rows, as_json):
+        click.echo(line)
+
+
 class _List(click.ParamType[Any]):
     """Values between commas."""
 

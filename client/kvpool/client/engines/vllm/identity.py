@@ -261,27 +261,27 @@ def _kv_scales(config: Any) -> str:
 
 
 def _layout(config: Any, cache: Any, groups: Sequence[Group], version: str) -> str:
+    device = config.device_config.device_type
+    backend = _word(getattr(config.attention_config, "backend", None) or "auto")
+    blocks = [str(group.block_tokens) for group in groups]
+    return layout_name(version, cache.kv_cache_layout, [device, backend, *blocks])
+
+
+def layout_name(version: str, order: object, words: Sequence[str]) -> str:
     """The bytes inside a block are vLLM's own affair: they may differ between its versions,
     attention backends and devices. On CPUs they are packed for the matrix unit, if there is one."""
-    device = config.device_config.device_type
-    words = ["vllm", ".".join(version.partition("+")[0].split(".")[:2]), device]
-    words.append(_word(getattr(config.attention_config, "backend", None) or "auto"))
-    words.append(_cpu() if device == "cpu" else _accelerator())
-    words.append(str(cache.kv_cache_layout))
-    words += [str(group.block_tokens) for group in groups]
-    return "native:" + re.sub(r"[^A-Za-z0-9._+-]", "_", "-".join(words))
+    release = ".".join(version.partition("+")[0].split(".")[:2])
+    text = "-".join(["vllm", release, _processor(), str(order), *words])
+    return "native:" + re.sub(r"[^A-Za-z0-9._+-]", "_", text)
 
 
-def _cpu() -> str:
+def _processor() -> str:
+    """What computes attention here."""
     import torch
 
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
     return f"{platform.machine()}{'+amx' if torch.cpu._is_amx_tile_supported() else ''}"
-
-
-def _accelerator() -> str:
-    import torch
-
-    return str(torch.cuda.get_device_name() if torch.cuda.is_available() else "other")
 
 
 def _rope(text: Any) -> str:

@@ -1,0 +1,56 @@
+"""`kvpool bench engine`: time to the first token of real engines, with and without the store.
+
+Every figure is of pairs: what is compared was measured right after one another, on prompts of the
+same length that share nothing with any other prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpool.bench.report import percentile
+from kvpool.proto.errors import ConfigError
+
+LENGTHS = (512, 1024, 1536)
+"""Tokens of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One time to the first token."""
+
+    prompt_tokens: int
+    case: str
+    ttft_ms: float
+
+
+def run(
+    engine: str, python: str, lengths: Sequence[int], pairs: int, progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """A row per length and case. `python` is the interpreter that has the engine's library."""
+    if engine == "vllm":
+        from kvpool.bench.vllm_bench import samples
+    else:
+        raise ConfigError(f"no engine {engine!r}; there is: vllm")
+    return rows(engine, samples(python, lengths, pairs, progress))
+
+
+def rows(engine: str, samples: Iterator[Sample]) -> list[dict[str, Any]]:
+    """Medians and their spread, in the order of the first sample of each kind."""
+    kinds: dict[tuple[int, str], list[float]] = {}
+    for sample in samples:
+        kinds.setdefault((sample.prompt_tokens, sample.case), []).append(sample.ttft_ms)
+    return [
+        {
+            "engine": engine,
+            "prompt_tokens": prompt_tokens,
+            "case": case,
+            "ttft_ms_p50": round(percentile(times, 0.5), 2),
+            "ttft_ms_p10": round(percentile(times, 0.1), 2),
+            "ttft_ms_p90": round(percentile(times, 0.9), 2),
+            "pairs": len(times),
+        }
+        for (prompt_tokens, case), times in sorted(kinds.items(), key=lambda item: item[0][0])
+    ]
