@@ -570,12 +570,37 @@ def test_explain_tells_chunk_by_chunk_what_holds_it(session: Session) -> None:
     assert third.reason == Reason.NEVER_STORED and session.explain([1]) == []
 
 
+def test_a_stop_reason_reaches_the_policy_without_a_probability(
+    client: Client, session: Session
+) -> None:
+    def reached() -> int:
+        ends = client.status()["domains"]["local"]["counters"]["hint_ends"]
+        return int(ends.get("passed_on", 0))
+
+    tokens, _ = published(session)
+    before = reached()
+    assert session.hint(tokens, stop_reason="tool_calls") and reached() == before + 1
+    assert session.hint(tokens, stop_reason="boredom") and reached() == before + 1
+
+
+def test_two_pinners_must_both_unpin(session: Session) -> None:
+    tokens, _ = published(session, 2)
+    session.pin(tokens)
+    session.pin(tokens, ttl_s=60)
+    assert session.unpin(tokens) is Outcome.OK and session.explain(tokens)[0].pins == 1
+    assert session.unpin(tokens) is Outcome.OK and session.explain(tokens)[0].pins == 0
+    assert session.unpin(tokens) is Outcome.MISS
+
+
 def test_hints_are_counted_and_nonsense_is_refused(client: Client, session: Session) -> None:
     tokens, _ = published(session)
     before = client.status()["domains"]["local"]["counters"]["hints"]
     assert session.hint(tokens, will_continue=0.5, gap_s=2, ttl_s=60, stop_reason="length")
     assert session.hint(tokens, will_continue=True, ended=True, priority=-3)
-    assert client.status()["domains"]["local"]["counters"]["hints"] == before + 2
+    counters = client.status()["domains"]["local"]["counters"]
+    assert counters["hints"] == before + 2
+    said = {"will_continue", "gap_s", "ttl_s", "stop_reason", "ended", "priority"}
+    assert said <= counters["hint_kinds"].keys() and counters["hint_ends"]["passed_on"] >= 2
     for wrong in ({"will_continue": 2}, {"gap_s": -1}, {"ttl_s": -1}):
         with pytest.raises(InvalidError):
             session.hint(tokens, **wrong)  # type: ignore[arg-type]

@@ -35,6 +35,8 @@ _FEW = 4  # up to this many rows plain Python beats the fixed cost of NumPy call
 _USES = 64
 """Matches whose time of use may wait for being noted."""
 _SEGMENT_BYTES = 64 << 20
+_BYTES_PER_GHOST = 1024
+"""Of a chunk: what policies remember of chunks that left (16 bytes each) stays below 1/64 of it."""
 
 
 class Room:
@@ -110,7 +112,11 @@ class Room:
     def policy_of(self, shape: Shape, account: Account) -> Policy:
         policy = self.policies.get((shape, account.owner))
         if policy is None:
-            facts = Facts(tags=self.index.tags, room=lambda: self._chunks_free(shape, account))
+            facts = Facts(
+                tags=self.index.tags,
+                room=lambda: self._chunks_free(shape, account),
+                ghosts_per_row=max(1, sum(shape) // _BYTES_PER_GHOST),
+            )
             policy = make_policy(
                 self.options.policy, self.options.chunks, self.evictable, facts, self._seed
             )

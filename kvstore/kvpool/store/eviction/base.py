@@ -27,6 +27,8 @@ class Facts:
     """Chunks above each row in its chain."""
     room: Callable[[], int] | None = None
     """How many more rows could be known before one has to go. None: all below the capacity."""
+    ghosts_per_row: int | None = None
+    """Rows that left and may be remembered, per row that fits. None: as many as are of use."""
     next_uses: Callable[[Rows], NDArray[np.int64]] | None = None
     """When each row will be used next, in any ascending unit: known to replays only."""
 

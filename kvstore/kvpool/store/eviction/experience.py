@@ -70,7 +70,8 @@ class Experience:
         self._classes_at, self._tag_at = memoryview(self._classes), memoryview(self._tag)
         self._rows_end = 0  # all known rows are below
         self._clock = 0  # references so far, and the newest stamp
-        self.ghosts = Ghosts(_GHOSTS_PER_ROW * max(self._capacity, min(capacity, _GHOST_ROWS_MIN)))
+        per_row = min(_GHOSTS_PER_ROW, facts.ghosts_per_row or _GHOSTS_PER_ROW)
+        self.ghosts = Ghosts(per_row * max(self._capacity, min(capacity, _GHOST_ROWS_MIN)))
         self.hazards = Hazards()
         self._index_at = memoryview(self.hazards.index.reshape(-1))
         self._next_rank = _RANK_REFERENCES_MIN
