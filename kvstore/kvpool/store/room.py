@@ -36,7 +36,8 @@ _USES = 64
 """Matches whose time of use may wait for being noted."""
 _SEGMENT_BYTES = 64 << 20
 _BYTES_PER_GHOST = 1024
-"""Of a chunk: what policies remember of chunks that left (16 bytes each) stays below 1/64 of it."""
+"""Of a chunk: what policies remember of chunks that left (16 bytes each, a power of
+two of them) stays below 1/32 of it."""
 
 
 class Room:

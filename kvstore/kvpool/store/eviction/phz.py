@@ -51,7 +51,8 @@ _TOUCH = -1
 class PhzPolicy:
     """See `kvpool.store.eviction.base.Policy`.
 
-    Memory: 26 bytes per row of the capacity and 16 per ghost, of which there are 4 to 8 per row.
+    Memory: 26 bytes per row of the capacity and 16 per ghost, of which there are up to 16 per row
+    that fits.
     Time: a request costs a few array operations, a victim its share of a sample; learning and
     ranking are done every few thousand references and take a few milliseconds.
     """
