@@ -52,6 +52,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
         {
             "bench/kvpool/bench/gguf_model.py",
             "client/kvpool/client/engines/hf.py",
+            "client/kvpool/client/engines/sglang.py",
             "client/kvpool/client/engines/vllm/identity.py",
             "client/kvpool/client/engines/vllm/memory.py",
         }
@@ -68,6 +69,7 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     "transformers": frozenset(
         {"bench/kvpool/bench/gguf_model.py", "client/kvpool/client/engines/hf.py"}
     ),
+    "sglang": frozenset({"client/kvpool/client/engines/sglang.py"}),
     "redis": frozenset(),
     "pickle": frozenset(),
     "marshal": frozenset(),
