@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines import sglang_import
+
 _NEEDS = {"test_hf*.py": "transformers", "test_sglang*.py": "sglang"}
 _ENGINES = Path(__file__).resolve().parents[2] / ".ci" / "engines"
 
 collect_ignore_glob = [pattern for pattern, engine in _NEEDS.items() if find_spec(engine) is None]
+if find_spec("sglang") is not None:
+    sglang_import.import_sglang()
 
 
 @pytest.fixture(scope="session")
