@@ -156,7 +156,7 @@ def test_a_slow_device_meets_a_bounded_queue_and_drops_are_counted() -> None:
     shelf = Shelf(queue_bytes=3 * FORMS[0].nbytes)
     taken = [shelf.tier.write(shelf.draft(key_of(name), 1)) for name in range(5)]
     assert taken == [None, None, None, Refusal.QUEUE_FULL, Refusal.QUEUE_FULL]
-    assert shelf.tier.counters.dropped_chunks == 2
+    assert shelf.tier.counters.refused_writes == 2
     shelf.lanes.run()
     assert len(shelf.announced) == 3
     assert shelf.tier.write(shelf.draft(key_of("later"), 1)) is None

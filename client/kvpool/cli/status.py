@@ -27,6 +27,26 @@ def _account(account: dict[str, Any]) -> Iterator[str]:
             yield f"{word} {size(account[word])}"
 
 
+def _ssd(tier: dict[str, Any]) -> Iterator[str]:
+    how = "direct" if tier["direct"] else "buffered"
+    mode = "write-through" if tier["write_through"] else "write-back"
+    yield (
+        f"  ssd {tier['path']}: {size(tier['slabs']['used_bytes'])} used of "
+        f"{size(tier['capacity'])}, {tier['chunks']} chunks, {mode}, {how} I/O in blocks of "
+        f"{tier['block_bytes']} ({tier['reason']})"
+    )
+    yield (
+        f"    queues: {size(tier['writing_bytes'])} to write, {size(tier['reading_bytes'])} to "
+        f"read; reads {size(int(tier['read_bytes_s']))}/s; catalogue "
+        f"{size(tier['catalogue']['file_bytes'])} of {size(tier['catalogue']['map_bytes'])}; "
+        f"write amplification {tier['write_amplification']:.2f}, "
+        f"{tier['writes_per_hit']:.1f} writes per hit"
+    )
+    yield "    " + ", ".join(f"{k} {v}" for k, v in tier["counters"].items() if v)
+    if tier["down"] or tier["full"]:
+        yield f"    down: {tier['down'] or tier['full']}"
+
+
 def _lines(report: dict[str, Any]) -> Iterator[str]:
     state = "draining" if report["draining"] else "serving"
     yield f"{state}, tenant {report['tenant']}, {report['connections']} connections"
@@ -49,5 +69,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
                 f"{space['chunk_tokens']} tokens and {size(space['chunk_bytes'])} a chunk, "
                 f"{space['published']} published, {space['hit_chunks']} hit"
             )
+        if domain.get("ssd"):
+            yield from _ssd(domain["ssd"])
         for warning in domain["warnings"]:
             yield f"  warning: {warning}"

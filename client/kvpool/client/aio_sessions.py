@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvpool.client import borrowing, matching, pulling, verbs
+from kvpool.client import borrowing, loading, matching, pulling, verbs
 from kvpool.client.borrowing import Borrow
 from kvpool.client.effects import Steps
 from kvpool.client.publication import Publishing, Scope
@@ -50,11 +50,24 @@ class AsyncSession:
         parts: tuple[str, ...] | None = None,
         lease_s: float = 0.0,
         peek: bool = False,
+        prefill_tokens_s: float = 0.0,
         deadline_s: float | None = None,
     ) -> Match:
         """The match is a plain context manager: releasing it needs no await."""
-        query = matching.Query(prompt, extras, parts, lease_s, peek)
+        query = matching.Query(prompt, extras, parts, lease_s, peek, prefill_tokens_s)
         return await self._client.run(matching.match(self.core, query), deadline_s)
+
+    async def prefetch(
+        self,
+        prompt: Prompt,
+        *,
+        extras: Sequence[Extra] | None = None,
+        wait: bool = False,
+        deadline_s: float | None = None,
+    ) -> int:
+        match = await self.match(prompt, extras=extras, deadline_s=deadline_s)
+        steps = loading.prefetch(match, wait=wait)
+        return await self._client.run(steps, deadline_s)
 
     async def adopt(
         self,

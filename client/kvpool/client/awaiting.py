@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from kvpool.client.effects import Call, Channel, Dial, Effect, Steps, Work
+from kvpool.client.effects import Call, Channel, Dial, Effect, Pause, Steps, Work
 from kvpool.client.keepalive import keep_alive
 from kvpool.client.local import LocalChannel, LocalStore
 from kvpool.client.pacing import PATIENCE_S, left, raise_error
@@ -232,6 +232,8 @@ class AwaitingLink:
             return await work(effect, end)
         if isinstance(effect, Dial):
             return await self._dial(end)
+        if isinstance(effect, Pause):
+            return await asyncio.sleep(min(effect.seconds, left(end)))
         end = min(end, time.monotonic() + effect.seconds)
         try:
             async with asyncio.timeout(left(end)):

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from kvpool.client.effects import Call, Channel, Dial, Effect, Steps, Work
+from kvpool.client.effects import Call, Channel, Dial, Effect, Pause, Steps, Work
 from kvpool.client.keepalive import keep_alive
 from kvpool.client.local import LocalChannel, LocalStore
 from kvpool.client.pacing import PATIENCE_S, left, raise_error
@@ -213,6 +213,8 @@ class BlockingLink:
             return effect.function(end)
         if isinstance(effect, Dial):
             return self._dial(end)
+        if isinstance(effect, Pause):
+            return time.sleep(min(effect.seconds, left(end)))
         with _Held(self._exclusive, end):
             return self.run(effect.steps(), min(end, time.monotonic() + effect.seconds))
 

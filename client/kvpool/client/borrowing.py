@@ -9,6 +9,7 @@ import numpy as np
 
 from kvpool.client.effects import Steps
 from kvpool.client.extents import PartFormat
+from kvpool.client.loading import load
 from kvpool.client.pulling import part_number
 from kvpool.client.regions import Regions
 from kvpool.client.results import Match, Outcomes, outcome_of
@@ -95,13 +96,18 @@ def borrow(match: Match, namespace: Namespace, part: str | None) -> Steps[Borrow
     connection = grant.membership.connection
     if not connection.mapped:
         raise InvalidError("this session may not map the store's memory: pull instead")
-    addresses = grant.extents[:, grant.parts.index(number), 0]
+    outcome = Outcome.HIT
     try:
         match.keep_connection()
+        outcome = yield from load(match, grant, match.chunks)
+        addresses = np.full(match.chunks, -1, np.int64)
+        addresses[: grant.chunks] = grant.extents[:, grant.parts.index(number), 0]
         regions = yield from connection.regions(int(addresses.max()), writable=False)
     except KvpoolError as error:
         outcomes[:] = outcome_of(error)
         return Borrow(outcomes)
     outcomes[:] = np.where(addresses >= 0, Outcome.HIT, Outcome.MISS)
+    if outcome is not Outcome.HIT:
+        outcomes[grant.chunks :] = outcome
     form = grant.membership.identity.formats[number]
     return Borrow(outcomes, _Lent(match, form, regions, addresses.tolist()))

@@ -7,6 +7,7 @@ calls (`kvpool.client.blocking`) or by awaiting (`kvpool.client.awaiting`)::
     welcome = yield Call(channel, hello)        one request, its response
     copied  = yield Work(copy, 64 << 20)        a blocking function (a bulk copy)
     yield Exclusive(steps)                      run other steps, one caller at a time
+    yield Pause(0.001)                          nothing, for a while
 
 All effects of one operation share its deadline.
 """
@@ -87,5 +88,12 @@ class Exclusive:
     seconds: float = float("inf")
 
 
-Effect = Call | Work | Dial | Exclusive
+@dataclass(slots=True)
+class Pause:
+    """Let `seconds` pass."""
+
+    seconds: float
+
+
+Effect = Call | Work | Dial | Exclusive | Pause
 Steps = Generator[Effect, Any, T]

@@ -12,15 +12,12 @@ from typing import NamedTuple
 
 from kvpool.client.effects import Steps
 from kvpool.client.fields import milliseconds, outcomes_of
-from kvpool.client.results import HIT, UNKNOWN, Grant, Match, outcome_of
+from kvpool.client.results import EXTENT_BYTES, HIT, UNKNOWN, Grant, Match, outcome_of
 from kvpool.client.session import Membership, Prompt, SessionCore
 from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.errors import InvalidError, KvpoolError, ProtocolError
 from kvpool.proto.keys import KEY_BYTES, Extra
 from kvpool.proto.outcomes import Outcome, Reason
-
-EXTENT_BYTES = 16
-"""Of one item in the column of extents."""
 
 
 class Query(NamedTuple):
@@ -31,6 +28,7 @@ class Query(NamedTuple):
     parts: tuple[str, ...] | None = None
     lease_s: float = 0.0
     peek: bool = False
+    prefill_tokens_s: float = 0.0
 
 
 def match(session: SessionCore, query: Query) -> Steps[Match]:
@@ -50,6 +48,8 @@ def match(session: SessionCore, query: Query) -> Steps[Match]:
     request = wire.Match(
         namespace=membership.number, keys=keys, parts=mask, lease_ms=lease_ms, peek=query.peek
     )
+    if query.prefill_tokens_s:
+        request.prefill_tokens_s = query.prefill_tokens_s
     started = time.monotonic()
     try:
         matched = yield from membership.connection.ask(request, wire.Matched)
@@ -70,10 +70,11 @@ def adopt(
         matched = yield from membership.ask(request, wire.Matched)
     except KvpoolError as error:
         return _no_match(session, keys, error)
-    if matched.hits > len(keys) // KEY_BYTES:
+    held = matched.hits + matched.ssd_chunks
+    if held > len(keys) // KEY_BYTES:
         membership.connection.notify(wire.Release(leases=matched.lease))
         raise InvalidError(
-            f"the lease is of {matched.hits} chunks, but {len(keys) // KEY_BYTES} keys were given"
+            f"the lease is of {held} chunks, but {len(keys) // KEY_BYTES} keys were given"
         )
     try:
         return _matched(membership, keys, matched, mask, started)
@@ -113,7 +114,8 @@ def _matched(
     lease = matched.lease
     extents = matched.extents if lease else b""
     wanted = EXTENT_BYTES * hits * len(parts) if lease else 0
-    if hits > len(keys) // KEY_BYTES or len(extents) != wanted:
+    held, asked = hits + matched.ssd_chunks, len(keys) // KEY_BYTES
+    if held > asked or len(extents) != wanted:
         membership.connection.retire()
         raise ProtocolError(f"{hits} chunks in {len(extents)} bytes of extents were matched")
     grant = None
@@ -121,14 +123,17 @@ def _matched(
         # Counted from before the request: the store's own deadline is never earlier.
         deadline = started + matched.lease_ms / 1000
         grant = Grant(membership, lease, deadline, extents, parts)
-    missed = hits < len(keys) // KEY_BYTES
+    missed = held < asked
     return Match(
         keys,
         namespace.chunk_tokens,
-        chunks=hits,
+        chunks=held,
         outcome=Outcome(matched.miss_outcome) if missed else HIT,
         reason=Reason(matched.miss_reason) if missed else UNKNOWN,
         grant=grant,
+        ssd_chunks=matched.ssd_chunks,
+        load_s=matched.load_ms / 1000,
+        skipped=matched.skipped,
     )
 
 

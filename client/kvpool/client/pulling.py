@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from kvpool.client.connection import Connection
-from kvpool.client.effects import Steps
+from kvpool.client.effects import Pause, Steps
 from kvpool.client.extents import PartFormat
+from kvpool.client.loading import advance
 from kvpool.client.regions import Regions
 from kvpool.client.results import HIT, Grant, Match, Outcomes, Pull, outcome_of
 from kvpool.client.selection import Destination, Selection, destinations, select_chunks
@@ -52,6 +53,18 @@ class Pulling:
     verify: bool
     verified: Any
     """One bool per chunk: its bytes were compared with their checksums."""
+
+    def piece(self, start: int, end: int, extents: Sequence[tuple[int, int]]) -> Pulling:
+        """Its chunks [start, end), which have these extents; the outcomes are shared."""
+        return replace(
+            self,
+            first=self.first + start,
+            selections=self.selections[start:end],
+            targets=self.targets[start:end],
+            extents=extents,
+            outcomes=self.outcomes[start:end],
+            verified=self.verified[start:end],
+        )
 
     @property
     def nbytes(self) -> int:
@@ -112,22 +125,20 @@ def pull(match: Match, namespace: Namespace, into: object, wanted: Wanted) -> St
     grant = match.grant
     error = "" if grant is not None or not selections else "the match holds no lease"
     if selections and grant is not None:
-        first = start // size
-        column = grant.extents[first : first + len(selections), grant.parts.index(number)]
         job = Pulling(
             match,
             grant.deadline,
             grant.membership.identity.formats[number],
-            first,
+            start // size,
             selections,
             targets,
-            column.tolist(),
+            [],
             outcomes,
             wanted.verify,
             verified,
         )
         try:
-            yield from _deliver(job, grant)
+            yield from _pull(job, grant, grant.parts.index(number))
         except KvpoolError as failure:
             error = str(failure)
             outcomes[outcomes == PENDING] = outcome_of(failure)
@@ -142,6 +153,25 @@ def pull(match: Match, namespace: Namespace, into: object, wanted: Wanted) -> St
         unverified=int((hit & ~verified).sum()),
         error=error,
     )
+
+
+def _pull(job: Pulling, grant: Grant, column: int) -> Steps[None]:
+    """Delivers what is in the store's memory, and meanwhile has the rest brought there."""
+    done, last = 0, job.first + len(job.selections)
+    while done < len(job.selections):
+        progress = None
+        if grant.chunks < last:
+            progress = yield from advance(job.match, grant, last)
+        ready = max(0, min(grant.chunks, last) - job.first)
+        if ready > done:
+            extents = grant.extents[job.first + done : job.first + ready, column].tolist()
+            yield from _deliver(job.piece(done, ready, extents), grant)
+        elif progress is not None and progress.pending:
+            yield Pause(progress.wait_s)
+        done = max(done, ready)
+        if progress is not None and not progress.pending:
+            job.outcomes[done:] = progress.outcome
+            return
 
 
 def _deliver(job: Pulling, grant: Grant) -> Steps[None]:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 TIERS = ("none", "GPU", "DRAM", "SSD")
 
+EXTENT_BYTES = 16
+"""Of one item in the column of extents."""
+
 Outcomes = npt.NDArray[np.uint8]
 
 HIT, MISS, UNKNOWN = Outcome.HIT, Outcome.MISS, Reason.UNKNOWN
@@ -58,13 +61,20 @@ class Grant:
     lease: bytes
     deadline: float
     packed: bytes
-    """Of each chunk and part asked for: address (-1: not there) and generation, int64 each."""
+    """Of each chunk in memory and part asked for: address (-1: not there) and generation, int64
+    each."""
     parts: tuple[int, ...]
 
     @property
+    def chunks(self) -> int:
+        """Leading chunks of the match that are in the store's memory, as far as is known here."""
+        return len(self.packed) // (EXTENT_BYTES * len(self.parts))
+
+    @property
     def extents(self) -> npt.NDArray[np.int64]:
-        """(chunks, parts asked for, 2)."""
-        return np.frombuffer(self.packed, np.int64).reshape(-1, len(self.parts), 2)
+        """(chunks in memory, parts asked for, 2)."""
+        column = np.frombuffer(self.packed, np.int64) if self.packed else np.empty(0, np.int64)
+        return column.reshape(-1, len(self.parts), 2)
 
 
 class Match:
@@ -82,8 +92,11 @@ class Match:
         "error",
         "grant",
         "keys",
+        "load_s",
         "outcome",
         "reason",
+        "skipped",
+        "ssd_chunks",
     )
 
     def __init__(
@@ -96,6 +109,9 @@ class Match:
         reason: Reason = UNKNOWN,
         error: str = "",
         grant: Grant | None = None,
+        ssd_chunks: int = 0,
+        load_s: float = 0.0,
+        skipped: int = 0,
     ) -> None:
         self.keys = keys
         """Packed keys of all full chunks of the prompt."""
@@ -109,6 +125,12 @@ class Match:
         """Why the store could not answer, in words; empty if it did."""
         self.grant = grant
         """The lease and what it covers; None once it is released, or if nothing matched."""
+        self.ssd_chunks = ssd_chunks
+        """The last so many of the matched chunks were on the store's SSD: pull loads them."""
+        self.load_s = load_s
+        """How long that is expected to take, in seconds."""
+        self.skipped = skipped
+        """Chunks that are stored, but would take longer to load than to compute."""
         self._borrowed = False
 
     @property

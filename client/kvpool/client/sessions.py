@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
-from kvpool.client import borrowing, matching, pulling, verbs
+from kvpool.client import borrowing, loading, matching, pulling, verbs
 from kvpool.client.borrowing import Borrow
 from kvpool.client.effects import Steps
 from kvpool.client.publication import Publishing, Scope
@@ -64,15 +64,35 @@ class Session:
         parts: tuple[str, ...] | None = None,
         lease_s: float = 0.0,
         peek: bool = False,
+        prefill_tokens_s: float = 0.0,
         deadline_s: float | None = None,
     ) -> Match:
         """The longest stored prefix of `prompt`, under a lease of `lease_s` (0: the store's).
 
         `parts` are those that must be there (None: all). `peek` only looks: no lease, not a use.
+        With `prefill_tokens_s`, what you compute in a second, chunks that would take longer to load
+        from an SSD are no part of the match.
         Raises `InvalidError` and `NamespaceError` for what can never be right.
         """
-        query = matching.Query(prompt, extras, parts, lease_s, peek)
+        query = matching.Query(prompt, extras, parts, lease_s, peek, prefill_tokens_s)
         return self._client.run(matching.match(self.core, query), deadline_s)
+
+    def prefetch(
+        self,
+        prompt: Prompt,
+        *,
+        extras: Sequence[Extra] | None = None,
+        wait: bool = False,
+        deadline_s: float | None = None,
+    ) -> int:
+        """Has the stored prefix of `prompt` brought from the store's SSD into its memory.
+
+        One-way, unless `wait`: then it returns when it is there. Gives the chunks that are stored;
+        after waiting, those in memory. Raises `UnreachableError` if that cannot be waited for.
+        """
+        match = self.match(prompt, extras=extras, deadline_s=deadline_s)
+        steps = loading.prefetch(match, wait=wait)
+        return self._client.run(steps, deadline_s)
 
     def adopt(
         self,

@@ -9,23 +9,38 @@ import numpy as np
 from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.errors import InvalidError
 from kvpool.proto.outcomes import Outcome
-from kvpool.store.store import Explanation, Match
+from kvpool.store.records import Explanation, Loading, Match
 
 KEYS_MAX = 1 << 17
 """Keys per request."""
-DRAM = 2
-"""Number of the DRAM tier in Explained."""
+DRAM, SSD = 2, 3
+"""Numbers of the tiers in Explained."""
 
 
 def matched(match: Match) -> wire.Matched:
     """The answer to Match and Adopt."""
-    return wire.Matched(
+    answer = wire.Matched(
         hits=match.hits,
         miss_outcome=match.outcome,
         miss_reason=match.reason,
         lease=match.lease,
         lease_ms=int(match.lease_s * 1000),
         extents=match.extents,
+    )
+    if match.cold or match.skipped:
+        answer.ssd_chunks, answer.skipped = match.cold, match.skipped
+        answer.load_ms = int(match.load_s * 1000)
+    return answer
+
+
+def loaded(loading: Loading) -> wire.Loaded:
+    """The answer to Load."""
+    return wire.Loaded(
+        chunks=loading.chunks,
+        pending=loading.pending,
+        outcome=loading.outcome,
+        wait_us=int(loading.wait_s * 1e6),
+        extents=loading.extents,
     )
 
 
@@ -54,7 +69,7 @@ def explained(found: Sequence[Explanation]) -> wire.Explained:
     return wire.Explained(
         outcomes=bytes(e.outcome for e in found),
         reasons=bytes(e.reason for e in found),
-        tiers=bytes(DRAM if e.parts else 0 for e in found),
+        tiers=bytes((SSD if e.on_ssd else DRAM) if e.parts else 0 for e in found),
         nbytes=np.array([e.nbytes for e in found], "<u8").tobytes(),
         parts=np.array([e.parts for e in found], "<u8").tobytes(),
         leases=np.array([e.leases for e in found], "<u4").tobytes(),

@@ -33,6 +33,7 @@ PREFIX = "KVPOOL_"
 CLIENT_VARIABLES = ("KVPOOL_ADDRESS", "KVPOOL_TOKEN")
 """Variables of the client's commands; the daemon leaves them alone."""
 DATA_WORKERS_MAX = 16
+SSD_MODES = ("write_back", "write_through")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -102,6 +103,23 @@ class ServeConfig:
         parse_host_port,
         "HOST:PORT for /metrics and /health; empty: none. Port 0 lets the system choose.",
     )
+    ssd_path: str = _setting(
+        "",
+        parse_text,
+        "Folder for chunks that memory has no room for; empty: none. They outlive the daemon. "
+        "It is made private; give each daemon one of its own.",
+    )
+    ssd_capacity: int = _setting(
+        0,
+        parse_size,
+        "Bytes on the SSD, e.g. 100GiB; all of it is reserved at the start. Needed with ssd_path.",
+    )
+    ssd_mode: str = _setting(
+        "write_back",
+        parse_one_of(SSD_MODES),
+        "write_back: chunks are written before memory evicts them. write_through: soon after they "
+        "are published, so that a crash loses less, at the price of more writes.",
+    )
     data_workers: int = _setting(
         1,
         parse_count,
@@ -154,6 +172,11 @@ class ServeConfig:
             raise ConfigError(f"capacity {self.capacity} is below the minimum of {CAPACITY_MIN}")
         if not 1 <= self.data_workers <= DATA_WORKERS_MAX:
             raise ConfigError(f"data_workers {self.data_workers} is not 1 to {DATA_WORKERS_MAX}")
+        if bool(self.ssd_path) != bool(self.ssd_capacity):
+            raise ConfigError(
+                f"ssd_path {self.ssd_path!r} with ssd_capacity {self.ssd_capacity}: give both, or "
+                "none for a store in memory only"
+            )
         if not self.lease_s:
             raise ConfigError("lease_s 0 would let every lease expire at once")
 

@@ -21,7 +21,16 @@ from kvpool.proto.errors import (
     NamespaceError,
 )
 from kvpool.proto.namespace import Namespace
-from kvpool.store.columns import KEYS_MAX, check_keys, explained, items, key_page, matched, verdict
+from kvpool.store.columns import (
+    KEYS_MAX,
+    check_keys,
+    explained,
+    items,
+    key_page,
+    loaded,
+    matched,
+    verdict,
+)
 from kvpool.store.hints import Told
 from kvpool.store.store import Store, StoreSession
 
@@ -56,6 +65,7 @@ class Connection:
             "abort": self._abort,
             "release": self._release,
             "adopt": self._adopt,
+            "load": self._load,
             "touch": self._touch,
             "hint": self._hint,
             "pin": self._pin,
@@ -185,11 +195,17 @@ class Connection:
         if self.service.draining and not peek:
             self._check_draining()
         store, session = self._session_of_store
-        lease_s = request.lease_ms / 1000
-        return matched(store.match(session, request.namespace, keys, request.parts, lease_s, peek))
+        lease_s, prefill = request.lease_ms / 1000, request.prefill_tokens_s
+        return matched(
+            store.match(session, request.namespace, keys, request.parts, lease_s, peek, prefill)
+        )
 
     def _adopt(self, request: wire.Adopt) -> Message:
         return matched(self.store.adopt(self.session, request.lease, request.parts))
+
+    def _load(self, request: wire.Load) -> Message:
+        lease, upto, parts, have = request.lease, request.upto, request.parts, request.have
+        return loaded(self.store.load(self.session, lease, upto, parts, have))
 
     def _release(self, request: wire.Release) -> Message:
         store, session = self._session_of_store

@@ -23,6 +23,7 @@ from kvpool.store.memory import AvailableMemory, available_bytes
 from kvpool.store.ports import Ports
 from kvpool.store.selftest import self_test
 from kvpool.store.service import Domain, Service, new_domain
+from kvpool.store.ssd.running import TURN_S, SsdTiers
 from kvpool.store.tenants import Tenants, load_tenants
 from kvpool.store.values import host_port
 from kvpool.store.worker import WorkerConfig
@@ -74,6 +75,7 @@ class Daemon:
         )
         self.service.carrier_status = self._carrier_status
         self._growing: asyncio.Task[None] | None = None
+        self.ssd: SsdTiers | None = None
 
     def _new_domain(self, name: str, capacity: int) -> Domain:
         config = self.config
@@ -111,8 +113,24 @@ class Daemon:
             log.info("domain %s: self-test passed in %.0f ms", domain.name, seconds * 1000)
             # The first namespace decides how the pool is cut: that must not be the test's.
             domain.renew_store(os.urandom)
+        await self._start_ssd()
         self.service.health.starting = ""
         self._growing = asyncio.create_task(self.growth.rest(), name="growth")
+
+    async def _start_ssd(self) -> None:
+        config = self.config
+        if not config.ssd_path:
+            return
+        self.service.health.starting = "the SSD is being looked at"
+        self.ssd = SsdTiers(
+            config.ssd_path,
+            config.ssd_capacity,
+            chunks=config.chunks,
+            write_through=config.ssd_mode == "write_through",
+            health=self.service.health,
+        )
+        await self.ssd.start(list(self.service.domains.values()))
+        self.loops.every("ssd", TURN_S, self.ssd.turn)
 
     async def drain(self) -> bool:
         """Lets holders of leases finish, for at most `drain_s`. True if all have."""
@@ -126,13 +144,18 @@ class Daemon:
             await self._save_learned()
         except OSError as error:
             log.warning("what was learned is not kept in %s: %s", self._learned.path, error)
-        return not self.service.leases
+        drained = not self.service.leases
+        if self.ssd is not None:
+            await self.ssd.save(end)
+        return drained
 
     async def close(self) -> None:
         """Ends everything and removes the sockets. Idempotent."""
         await self._stop_growing()
         await self.workers.close()
         await self.loops.close()
+        if self.ssd is not None:
+            await self.ssd.close()
         await self.ports.close()
         for domain in self.service.domains.values():
             domain.pool.close()

@@ -44,6 +44,37 @@ _GAUGES = {
 }
 
 
+_SSD_COUNTERS = {
+    "hit_chunks": "Chunks that matches found on the SSD and not in memory",
+    "skipped_chunks": "Chunks on the SSD that would have taken longer to load than to compute",
+    "written_chunks": "Chunks that were written",
+    "written_bytes": "Bytes of these",
+    "device_bytes": "The same in whole blocks of the device",
+    "read_chunks": "Chunks that were read and right",
+    "read_bytes": "Bytes of these",
+    "promoted_chunks": "Chunks that came back into memory",
+    "failed_chunks": "Chunks that should have and did not",
+    "evicted_chunks": "Chunks that made room for others on the SSD",
+    "deleted_chunks": "Entries that were deleted, evicted ones among them",
+    "corrupt_chunks": "Chunks whose bytes were not what had been written",
+    "read_errors": "Reads that the device refused",
+    "refused_writes": "Writes that were not taken: the tier was slow, full or down",
+    "unsummed_chunks": "Chunks not written because their writer stored no sums",
+    "commits": "Commits of the catalogue",
+}
+_SSD_GAUGES = {
+    "capacity": "Bytes that are reserved on the SSD",
+    "chunks": "Chunks on the SSD",
+    "writing_bytes": "Bytes that wait for being written, or are",
+    "reading_bytes": "Bytes that wait for being read, or are",
+    "quarantined_bytes": "Bytes of places where damage was found",
+    "read_bytes_s": "What the device reads per second, as learned",
+    "write_amplification": "Bytes written to the device for each byte stored",
+    "writes_per_hit": "Chunks written for each chunk that a match found",
+    "downs": "How often the tier went down",
+}
+
+
 class Collected(Collector):
     """Metrics of one daemon, made from its status when they are asked for."""
 
@@ -137,6 +168,7 @@ def _domain_metrics(domains: Mapping[str, Any]) -> Iterator[Metric]:
         for domain, figures in domains.items():
             pins.add_metric([domain], figures["pins"][key])
         yield pins
+    yield from _ssd_metrics({name: one["ssd"] for name, one in domains.items() if one["ssd"]})
 
 
 def _policy_metrics(domains: Mapping[str, Any]) -> Iterator[Metric]:
@@ -189,3 +221,20 @@ def _tenant_metrics(domains: Mapping[str, Any]) -> Iterator[Metric]:
             evicted.add_metric([domain, account["tenant"]], account["evicted_chunks"])
     yield held
     yield evicted
+
+
+def _ssd_metrics(tiers: Mapping[str, Any]) -> Iterator[Metric]:
+    for name, text in _SSD_COUNTERS.items():
+        counter = CounterMetricFamily(f"kvpool_ssd_{name}", text, labels=["domain"])
+        for domain, figures in tiers.items():
+            counter.add_metric([domain], figures["counters"][name])
+        yield counter
+    for name, text in _SSD_GAUGES.items():
+        gauge = GaugeMetricFamily(f"kvpool_ssd_{name}", text, labels=["domain"])
+        for domain, figures in tiers.items():
+            gauge.add_metric([domain], figures[name])
+        yield gauge
+    down = GaugeMetricFamily("kvpool_ssd_down", "1 while the tier is down", labels=["domain"])
+    for domain, figures in tiers.items():
+        down.add_metric([domain], float(bool(figures["down"])))
+    yield down

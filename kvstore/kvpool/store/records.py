@@ -109,6 +109,8 @@ class Explanation:
     pins: int = 0
     age_s: float = 0.0
     children: int = 0
+    on_ssd: bool = False
+    """And not in memory."""
 
 
 @dataclass(slots=True)

@@ -38,7 +38,8 @@ def domain_status(store: Store, tenant: str | None) -> dict[str, Any]:
             if tenant in (None, owner) or not owner
         ],
         "ttls": len(store.hints),
-        "warnings": _unmet(spaces),
+        "ssd": store.ssd.status() if store.ssd is not None else None,
+        "warnings": _unmet(spaces) + (store.ssd.warnings() if store.ssd is not None else []),
     }
 
 

@@ -244,6 +244,10 @@ class Store:
         self.room.protect(rows)
         return self.leases.grant(self._own.id, self._own.tenant, known.id, rows, math.inf, 0)
 
+    def skip_generations(self, used: int) -> None:
+        """Generations up to `used` are of an earlier life."""
+        self._writes.next_generation = max(self._writes.next_generation, used + 1)
+
     def let_go(self, lease: Lease) -> None:
         """Ends what `hold` began."""
         self._holders.release(self._own, lease.id)
@@ -275,8 +279,8 @@ class Store:
         known = self.namespaces[lease.namespace]
         extents = self._reads.extents_of(lease.rows, known.namespace.part_indices(parts))
         self.leases.adopt(session.id, lease)
-        hits = len(lease.rows)
-        return Match(hits, Outcome.HIT, Reason.UNKNOWN, lease.id, remaining, extents)
+        hits, cold = len(lease.rows), lease.cold.left if lease.cold is not None else 0
+        return Match(hits, Outcome.HIT, Reason.UNKNOWN, lease.id, remaining, extents, cold)
 
     def release(self, session: StoreSession, lease_id: bytes) -> Outcome:
         """Takes one holding back. OK, or STALE_EPOCH if the session does not hold it.
@@ -502,7 +506,14 @@ class Store:
         """What is known about each of `keys`, in order."""
         known = self.known(session, namespace)
         now = self.clock()
-        return [reports.explain(self.room, known, key, now) for key in split_keys(keys)]
+        found = [reports.explain(self.room, known, key, now) for key in split_keys(keys)]
+        if self.ssd is None:
+            return found
+        ssd = self.ssd
+        return [
+            (None if one.parts else ssd.explain(known, key)) or one
+            for one, key in zip(found, split_keys(keys), strict=True)
+        ]
 
     def keys(
         self, session: StoreSession, namespace: int = 0, cursor: int = 0, limit: int = 1000

@@ -50,7 +50,7 @@ class Writes:
     def __init__(self, room: Room) -> None:
         self._room = room
         self._index = room.index
-        self._next_generation = 1
+        self.next_generation = 1
 
     # ---- reserve
 
@@ -171,11 +171,11 @@ class Writes:
         for i, chunk in enumerate(addresses):
             for j, address in chunk.items():
                 row, part = rows[i], indices[j]
-                nbytes, generation = known.extent_bytes[part], self._next_generation
+                nbytes, generation = known.extent_bytes[part], self.next_generation
                 item = WriteItem(row, part, address, nbytes, generation)
                 plan.items[i * len(indices) + j] = item
                 writing[row] = writing.get(row, 0) | 1 << part
-                self._next_generation += 1
+                self.next_generation += 1
 
     # ---- commit
 

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Request(_message.Message):
-    __slots__ = ("id", "hello", "open", "attach", "match", "reserve", "commit", "abort", "release", "adopt", "fetch", "store", "touch", "hint", "pin", "delete", "clear", "explain", "keys", "status")
+    __slots__ = ("id", "hello", "open", "attach", "match", "reserve", "commit", "abort", "release", "adopt", "fetch", "store", "touch", "hint", "pin", "delete", "clear", "explain", "keys", "status", "load")
     ID_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class Request(_message.Message):
     EXPLAIN_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     id: int
     hello: Hello
     open: Open
@@ -48,10 +49,11 @@ class Request(_message.Message):
     explain: Explain
     keys: Keys
     status: Status
-    def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., match: _Optional[_Union[Match, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., store: _Optional[_Union[Store, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ..., pin: _Optional[_Union[Pin, _Mapping]] = ..., delete: _Optional[_Union[Delete, _Mapping]] = ..., clear: _Optional[_Union[Clear, _Mapping]] = ..., explain: _Optional[_Union[Explain, _Mapping]] = ..., keys: _Optional[_Union[Keys, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ...) -> None: ...
+    load: Load
+    def __init__(self, id: _Optional[int] = ..., hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., attach: _Optional[_Union[Attach, _Mapping]] = ..., match: _Optional[_Union[Match, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., adopt: _Optional[_Union[Adopt, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., store: _Optional[_Union[Store, _Mapping]] = ..., touch: _Optional[_Union[Touch, _Mapping]] = ..., hint: _Optional[_Union[Hint, _Mapping]] = ..., pin: _Optional[_Union[Pin, _Mapping]] = ..., delete: _Optional[_Union[Delete, _Mapping]] = ..., clear: _Optional[_Union[Clear, _Mapping]] = ..., explain: _Optional[_Union[Explain, _Mapping]] = ..., keys: _Optional[_Union[Keys, _Mapping]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class Response(_message.Message):
-    __slots__ = ("id", "error", "welcome", "opened", "attached", "matched", "reserved", "verdict", "explained", "key_page", "status_report", "fetched", "count")
+    __slots__ = ("id", "error", "welcome", "opened", "attached", "matched", "reserved", "verdict", "explained", "key_page", "status_report", "fetched", "count", "loaded")
     ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     WELCOME_FIELD_NUMBER: _ClassVar[int]
@@ -65,6 +67,7 @@ class Response(_message.Message):
     STATUS_REPORT_FIELD_NUMBER: _ClassVar[int]
     FETCHED_FIELD_NUMBER: _ClassVar[int]
     COUNT_FIELD_NUMBER: _ClassVar[int]
+    LOADED_FIELD_NUMBER: _ClassVar[int]
     id: int
     error: Error
     welcome: Welcome
@@ -78,7 +81,8 @@ class Response(_message.Message):
     status_report: StatusReport
     fetched: Fetched
     count: Count
-    def __init__(self, id: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., matched: _Optional[_Union[Matched, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., explained: _Optional[_Union[Explained, _Mapping]] = ..., key_page: _Optional[_Union[KeyPage, _Mapping]] = ..., status_report: _Optional[_Union[StatusReport, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., count: _Optional[_Union[Count, _Mapping]] = ...) -> None: ...
+    loaded: Loaded
+    def __init__(self, id: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., attached: _Optional[_Union[Attached, _Mapping]] = ..., matched: _Optional[_Union[Matched, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., explained: _Optional[_Union[Explained, _Mapping]] = ..., key_page: _Optional[_Union[KeyPage, _Mapping]] = ..., status_report: _Optional[_Union[StatusReport, _Mapping]] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., count: _Optional[_Union[Count, _Mapping]] = ..., loaded: _Optional[_Union[Loaded, _Mapping]] = ...) -> None: ...
 
 class Error(_message.Message):
     __slots__ = ("code", "text")
@@ -215,34 +219,68 @@ class Attached(_message.Message):
     def __init__(self, token: _Optional[bytes] = ..., region_bytes: _Optional[int] = ..., regions: _Optional[int] = ...) -> None: ...
 
 class Match(_message.Message):
-    __slots__ = ("namespace", "keys", "parts", "lease_ms", "peek")
+    __slots__ = ("namespace", "keys", "parts", "lease_ms", "peek", "prefill_tokens_s")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     PEEK_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_S_FIELD_NUMBER: _ClassVar[int]
     namespace: int
     keys: bytes
     parts: int
     lease_ms: int
     peek: bool
-    def __init__(self, namespace: _Optional[int] = ..., keys: _Optional[bytes] = ..., parts: _Optional[int] = ..., lease_ms: _Optional[int] = ..., peek: bool = ...) -> None: ...
+    prefill_tokens_s: float
+    def __init__(self, namespace: _Optional[int] = ..., keys: _Optional[bytes] = ..., parts: _Optional[int] = ..., lease_ms: _Optional[int] = ..., peek: bool = ..., prefill_tokens_s: _Optional[float] = ...) -> None: ...
 
 class Matched(_message.Message):
-    __slots__ = ("hits", "miss_outcome", "miss_reason", "lease", "lease_ms", "extents")
+    __slots__ = ("hits", "miss_outcome", "miss_reason", "lease", "lease_ms", "extents", "ssd_chunks", "load_ms", "skipped")
     HITS_FIELD_NUMBER: _ClassVar[int]
     MISS_OUTCOME_FIELD_NUMBER: _ClassVar[int]
     MISS_REASON_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    SSD_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_MS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
     hits: int
     miss_outcome: int
     miss_reason: int
     lease: bytes
     lease_ms: int
     extents: bytes
-    def __init__(self, hits: _Optional[int] = ..., miss_outcome: _Optional[int] = ..., miss_reason: _Optional[int] = ..., lease: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., extents: _Optional[bytes] = ...) -> None: ...
+    ssd_chunks: int
+    load_ms: int
+    skipped: int
+    def __init__(self, hits: _Optional[int] = ..., miss_outcome: _Optional[int] = ..., miss_reason: _Optional[int] = ..., lease: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., extents: _Optional[bytes] = ..., ssd_chunks: _Optional[int] = ..., load_ms: _Optional[int] = ..., skipped: _Optional[int] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("lease", "parts", "upto", "have")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    UPTO_FIELD_NUMBER: _ClassVar[int]
+    HAVE_FIELD_NUMBER: _ClassVar[int]
+    lease: bytes
+    parts: int
+    upto: int
+    have: int
+    def __init__(self, lease: _Optional[bytes] = ..., parts: _Optional[int] = ..., upto: _Optional[int] = ..., have: _Optional[int] = ...) -> None: ...
+
+class Loaded(_message.Message):
+    __slots__ = ("chunks", "pending", "outcome", "wait_us", "extents")
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    WAIT_US_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    chunks: int
+    pending: bool
+    outcome: int
+    wait_us: int
+    extents: bytes
+    def __init__(self, chunks: _Optional[int] = ..., pending: bool = ..., outcome: _Optional[int] = ..., wait_us: _Optional[int] = ..., extents: _Optional[bytes] = ...) -> None: ...
 
 class Adopt(_message.Message):
     __slots__ = ("lease", "parts")

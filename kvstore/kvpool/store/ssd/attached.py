@@ -7,10 +7,10 @@ from typing import Any
 
 from kvpool.proto.keys import KEY_BYTES
 from kvpool.proto.outcomes import Outcome, Reason
-from kvpool.store.index import NO_ROW
+from kvpool.store.index import LINKED, NO_ROW
 from kvpool.store.leases import Lease
 from kvpool.store.namespaces import KnownNamespace
-from kvpool.store.records import Loading, split_keys
+from kvpool.store.records import Explanation, Loading, split_keys
 from kvpool.store.ssd.demotion import Demotion, Memory
 from kvpool.store.ssd.promotion import Cold, Promotion
 from kvpool.store.ssd.shelf import Shelf
@@ -31,6 +31,8 @@ class Ssd:
         """That matches found here and not in memory."""
         self.skipped_chunks = 0
         """That would have taken longer to load than to compute."""
+        self.facts: dict[str, Any] = {}
+        """What was found at the start: where it is, and how it is read."""
         self._store = store
 
     # ---- reading
@@ -113,6 +115,24 @@ class Ssd:
 
     # ---- looking in
 
+    def explain(self, known: KnownNamespace, key: bytes) -> Explanation | None:
+        """What is known of a chunk that is not in memory; None if it is not here either."""
+        if known.id not in self.shelf.known:
+            return None
+        index, row = self.shelf.index, self.shelf.find(known, key)
+        if row == NO_ROW:
+            return None
+        linked, parts = index.state_at[row] == LINKED, index.resident_at[row]
+        return Explanation(
+            Outcome.HIT if linked else Outcome.MISS,
+            Reason.UNKNOWN if linked else Reason.ORPHAN,
+            parts,
+            known.nbytes(parts),
+            index.leases_at[row],
+            children=index.children_at[row],
+            on_ssd=True,
+        )
+
     def trouble(self) -> str:
         """What stands in the way of normal work, in words; empty if nothing does."""
         tier = self.shelf.tier
@@ -123,6 +143,7 @@ class Ssd:
         tier, counters = self.shelf.tier, self.shelf.tier.counters
         new = counters.written_bytes
         return {
+            **self.facts,
             "down": tier.down,
             "full": tier.full,
             "downs": tier.condition.downs,

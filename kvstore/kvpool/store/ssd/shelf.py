@@ -47,6 +47,7 @@ class Shelf:
         self._shapes: dict[int, Shape] = {}
         self._forms: dict[int, tuple[Form, ...]] = {}
         self._numbers: dict[int, int] = {}
+        self._next_number = 1
 
     # ---- namespaces
 
@@ -54,7 +55,7 @@ class Shelf:
         """The catalogue's number of a namespace; made known to it if it is new."""
         number = self._numbers.get(known.id)
         if number is None:
-            number = max(self._numbers.values(), default=0) + 1
+            number = self._next_number
             self.meet(known, number)
             record = known.namespace.to_record().SerializeToString(deterministic=True)
             self.tier.add_space(SpaceRecord(number, known.tenant, known.digest, record))
@@ -62,11 +63,16 @@ class Shelf:
 
     def meet(self, known: KnownNamespace, number: int) -> None:
         """`known` has this number in the catalogue."""
+        self.skip_number(number)
         self.known[known.id] = known
         self._numbers[known.id] = number
         self.index.ensure_parts(len(known.extent_bytes))
         while len(self._sums) < len(known.extent_bytes):
             self._sums.append(np.zeros(self.index.capacity, np.uint64))
+
+    def skip_number(self, number: int) -> None:
+        """The catalogue has a namespace of this number."""
+        self._next_number = max(self._next_number, number + 1)
 
     def fits(self, known: KnownNamespace) -> bool:
         """Whether a chunk of this namespace could ever be stored."""
@@ -270,6 +276,11 @@ class Shelf:
             assert known is not None
             self.policy_of(known).admit(order[index.namespace[order] == known.id])
         return count
+
+    def newest_generation(self) -> int:
+        """The highest that is in use."""
+        rows = self.index.linked_rows()
+        return max((int(one[rows, 1].max(initial=0)) for one in self.index.extents), default=0)
 
     def check_integrity(self) -> None:
         """Asserts that rows, extents and policies agree. O(rows)."""

@@ -112,8 +112,8 @@ class TierCounters:
     commits: int = 0
     corrupt_chunks: int = 0
     read_errors: int = 0
-    dropped_chunks: int = 0
-    """Not written because the tier was down, full or had too much to do."""
+    refused_writes: int = 0
+    """Chunks that were not taken, or given up: the tier was down, full or had too much to do."""
     unsummed_chunks: int = 0
     """Not written because their writer stored no sums, so they could never be verified."""
 
@@ -191,7 +191,7 @@ class Tier:
         """
         refusal = self._refusal(draft)
         if refusal is not None:
-            self.counters.dropped_chunks += 1
+            self.counters.refused_writes += 1
             return refusal
         self.writing_bytes += draft.nbytes
         pieces = list(zip(draft.pieces, draft.addresses, strict=True))
@@ -321,7 +321,7 @@ class Tier:
         self.space.free(batch.freeing)
         for draft in batch.puts:
             if not result:
-                self.counters.dropped_chunks += 1
+                self.counters.refused_writes += 1
                 self._discard(draft)
             elif draft.cancelled:
                 self._take_back(draft)
@@ -462,7 +462,7 @@ class Tier:
         """What waits for its commit goes, so that nothing keeps memory while the tier is down."""
         waiting, self._batch.puts = self._batch.puts, []
         for draft in waiting:
-            self.counters.dropped_chunks += 1
+            self.counters.refused_writes += 1
             self._discard(draft)
 
     def _submit(

@@ -1,0 +1,136 @@
+"""The SSD tiers of a daemon's domains: started, driven from the event loop, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvpool.store.service import Domain, Health
+from kvpool.store.ssd.attached import Ssd
+from kvpool.store.ssd.lanes import Threads
+from kvpool.store.ssd.opening import Opened
+from kvpool.store.ssd.starting import attach, look
+from kvpool.transfer.copying import Bytes
+
+log = logging.getLogger("kvpool")
+
+TURN_S = 0.02
+READERS, WRITERS = 8, 2
+"""Threads: so many reads and writes are in flight."""
+END_S = 5.0
+"""How long an end waits for the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    domain: Domain
+    ssd: Ssd
+    lanes: Threads
+    opened: Opened
+
+
+class SsdTiers:
+    """One folder per domain below `path`, which share `capacity` as the domains share memory.
+
+    REQUIRES: made and called on one event loop.
+    """
+
+    def __init__(
+        self, path: str, capacity: int, *, chunks: int, write_through: bool, health: Health
+    ) -> None:
+        self._path = path
+        self._capacity = capacity
+        self._chunks = chunks
+        self._write_through = write_through
+        self._health = health
+        self._running: list[_Running] = []
+
+    async def start(self, domains: list[Domain]) -> None:
+        """Raises `ConfigError` if a folder cannot be used; `close` it then."""
+        memory = sum(domain.pool.capacity for domain in domains)
+        for domain in domains:
+            share = self._capacity * domain.pool.capacity // memory
+            folder = os.path.join(self._path, domain.name)
+            found = await asyncio.to_thread(look, folder, share, self._chunks)
+            lanes = Threads(READERS, WRITERS, self._waker())
+            ssd = attach(
+                domain.store,
+                found,
+                lanes,
+                _memory_of(domain),
+                seed=int.from_bytes(os.urandom(8), "little"),
+                write_through=self._write_through,
+                clock=time.monotonic,
+            )
+            self._running.append(_Running(domain, ssd, lanes, found.opened))
+            access = found.opened.access
+            log.info(
+                "domain %s: %d bytes at %s, %s I/O (%s)",
+                domain.name,
+                found.opened.capacity_bytes,
+                folder,
+                "direct" if access.direct else "buffered",
+                access.reason,
+            )
+
+    def turn(self) -> None:
+        """Every `TURN_S`."""
+        self._poll()
+        for running in self._running:
+            running.ssd.turn()
+            name, trouble = f"ssd of domain {running.domain.name}", running.ssd.trouble()
+            if trouble:
+                self._health.reasons[name] = trouble
+            else:
+                self._health.reasons.pop(name, None)
+
+    async def save(self, end: float) -> None:
+        """Writes what only memory has, until `end` on the monotonic clock."""
+        for running in self._running:
+            while time.monotonic() < end and not running.ssd.trouble():
+                started = running.ssd.demotion.flush()
+                if started and running.ssd.shelf.tier.idle:
+                    break
+                await asyncio.sleep(TURN_S)
+
+    async def close(self) -> None:
+        """Ends the threads and closes the files, unless the device hangs. Idempotent."""
+        while self._running:
+            running = self._running.pop()
+            end = time.monotonic() + END_S
+            while not running.ssd.shelf.tier.idle and time.monotonic() < end:
+                if running.ssd.trouble():
+                    break
+                running.lanes.poll()
+                await asyncio.sleep(TURN_S)
+            if await asyncio.to_thread(running.lanes.close, max(0.1, end - time.monotonic())):
+                running.opened.close()
+            else:
+                log.warning("the SSD of domain %s does not answer", running.domain.name)
+
+    def _waker(self) -> Callable[[], None]:
+        loop = asyncio.get_running_loop()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._poll)
+
+        return wake
+
+    def _poll(self) -> None:
+        for running in self._running:
+            running.lanes.poll()
+
+
+def _memory_of(domain: Domain) -> Callable[[int, int], Bytes]:
+    """The bytes of its pool at an address."""
+
+    def view(address: int, nbytes: int) -> Bytes:
+        region, offset = divmod(address, domain.pool.region_bytes)
+        return domain.pool.regions[region].array[offset : offset + nbytes]
+
+    return view
