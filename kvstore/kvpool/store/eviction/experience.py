@@ -130,7 +130,7 @@ class Experience:
         self._stride += _STRIDE_WEIGHT * (used - self._stride)
         met = np.concatenate(self._met) if self._met else np.empty(0, np.int64)
         self._met = []
-        changed = self.guard.account(used, self._own_hits, self._shadow.use(used, met))
+        changed = self.guard.account(used, self._own_hits, self._shadow.use(used, met), len(met))
         self._own_hits = 0
         if self._clock >= self._next_rank:
             self._rank()

@@ -36,8 +36,6 @@ CLASS_WEIGHT = 100.0
 request are used together, so that a hundred uses may be a handful of requests."""
 _FIRST_HAZARD = 0.3 / FIRST_BUCKET
 _SMOOTHING = np.exp(-0.5 * np.arange(-1, 2) ** 2)
-_ALIVE_MIN = 1e-9
-"""Keeps differences of sums exact to seven digits."""
 _HORIZONS = np.triu(np.ones((BUCKETS, BUCKETS), np.bool_))
 _FORMAT = 1
 
@@ -115,19 +113,14 @@ class Hazards:
 def gittins(hazards: Floats) -> Floats:
     """The index of each class (row) at the beginning of each bucket (column).
 
-    From bucket a to bucket k the expected uses and references held are differences of sums from
-    bucket 0 on; the probability to get as far as a cancels out.
+    From bucket a on, with the probabilities of lasting until bucket k as weights.
     """
     reused = -np.expm1(-hazards * WIDTHS)  # probability within the bucket, given its beginning
-    alive = np.ones_like(hazards)
-    np.cumprod(1 - reused[:, :-1], axis=1, out=alive[:, 1:])
-    np.maximum(alive, _ALIVE_MIN, out=alive)
-    uses = np.cumsum(alive * reused, axis=1)
-    held = np.cumsum(alive * reused / hazards, axis=1)
-    uses_before, held_before = uses - alive * reused, held - alive * reused / hazards
-    gains = np.where(_HORIZONS, uses[:, None] - uses_before[..., None], 0.0)
-    costs = np.where(_HORIZONS, held[:, None] - held_before[..., None], 1.0)
-    out: Floats = (gains / costs).max(axis=2)
+    before = np.cumsum(hazards * WIDTHS, axis=1) - hazards * WIDTHS
+    alive = np.exp(-np.where(_HORIZONS, before[:, None] - before[..., None], np.inf))
+    uses = np.cumsum(alive * reused[:, None], axis=2)
+    held = np.cumsum(alive * (reused / hazards)[:, None], axis=2)
+    out: Floats = np.divide(uses, held, out=np.zeros_like(uses), where=held > 0).max(axis=2)
     return out
 
 

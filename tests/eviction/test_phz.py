@@ -1,0 +1,187 @@
+"""phz learns what LRU cannot know, and where there is nothing to learn it is LRU."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from kvpool.bench.hints import hints_of
+from kvpool.bench.traces import Trace
+from kvpool.bench.workloads import make_workload
+from kvpool.store.eviction import make_policy
+from kvpool.store.eviction.base import Facts, Hint, Learns
+from kvpool.store.eviction.guard import Guard
+from tests.eviction.test_policies import always, rows_of
+from tests.eviction.tries import Requests, conversations, hits_of, trace_of
+
+POINT = 0.01
+
+
+def ratio(
+    trace: Trace, capacity: int, policy: str, hints: list[Hint | None] | None = None
+) -> float:
+    return hits_of(trace, capacity, policy, hints) / trace.references
+
+
+def chains(*lengths: int) -> Requests:
+    """One chain of blocks per length, that share nothing."""
+    starts = np.cumsum([0, *lengths]).tolist()
+    return [list(range(start, start + n)) for start, n in zip(starts, lengths, strict=False)]
+
+
+class TestPatterns:
+    def test_a_scan_over_more_than_fits_keeps_a_part_that_hits(self) -> None:
+        """Documents read in a circle, 1.2 times the capacity: LRU never hits (EV-7)."""
+        documents = chains(*[8] * 60)
+        trace = trace_of(documents * 60)
+        assert hits_of(trace, 400, "lru") == 0
+        assert ratio(trace, 400, "phz") >= 0.5
+
+    def test_what_comes_once_does_not_displace_what_comes_again(self) -> None:
+        dice = random.Random(1)
+        popular, fresh = chains(*[6] * 40), iter(range(10_000, 10**9))
+        mixed = [
+            dice.choice(popular) if dice.random() < 0.4 else [next(fresh) for _ in range(12)]
+            for _ in range(4000)
+        ]
+        trace = trace_of(mixed)
+        best = hits_of(trace, 260, "belady") / trace.references
+        lru, phz = ratio(trace, 260, "lru"), ratio(trace, 260, "phz")
+        assert phz > lru + 0.7 * (best - lru)
+
+    @pytest.mark.parametrize("share", [0.01, 0.05, 0.2])
+    @pytest.mark.parametrize("kind", ["agents", "chats", "documents", "cycles", "recent", "phases"])
+    def test_it_is_never_more_than_0_3_points_below_lru(self, kind: str, share: float) -> None:
+        trace = make_workload(kind, scale=0.5)
+        capacity = trace.capacity(share)
+        assert ratio(trace, capacity, "phz") >= ratio(trace, capacity, "lru") - 0.3 * POINT
+
+
+class TestHints:
+    trace = make_workload("chats", scale=0.5)
+    capacity = trace.capacity(0.05)
+
+    def test_knowing_which_session_goes_on_closes_most_of_the_gap(self) -> None:
+        lru, best = (ratio(self.trace, self.capacity, name) for name in ("lru", "belady"))
+        told = ratio(self.trace, self.capacity, "phz", self.hints("oracle"))
+        assert told > lru + 0.4 * (best - lru)
+
+    def test_an_engines_stop_reasons_help(self) -> None:
+        told = ratio(self.trace, self.capacity, "phz", self.hints("stop"))
+        assert told > ratio(self.trace, self.capacity, "phz")
+
+    def test_wrong_hints_do_no_harm(self) -> None:
+        """Coins that mean nothing: what a hint is worth is learned, not believed."""
+        coin = random.Random(1)
+        coins = [Hint(will_continue=coin.choice([0.0, 1.0])) for _ in self.trace.requests]
+        lru = ratio(self.trace, self.capacity, "lru")
+        assert ratio(self.trace, self.capacity, "phz", list(coins)) >= lru - 0.3 * POINT
+
+    def test_hints_that_say_the_opposite_are_as_good_as_true_ones(self) -> None:
+        lies = [
+            Hint(will_continue=hint.will_continue == 0) for hint in self.hints("oracle") if hint
+        ]
+        lru, best = (ratio(self.trace, self.capacity, name) for name in ("lru", "belady"))
+        assert ratio(self.trace, self.capacity, "phz", list(lies)) > lru + 0.4 * (best - lru)
+
+    def hints(self, kind: str) -> list[Hint | None]:
+        return hints_of(self.trace, self.trace.next_uses(), kind)
+
+
+class TestGuard:
+    def test_nothing_is_trusted_before_three_turnovers(self) -> None:
+        guard = Guard(1000)
+        guard.account(2999, 0, 0)
+        assert not guard.trusts
+        assert guard.account(1, 0, 0)
+        assert guard.trusts
+
+    def test_tables_from_another_life_are_trusted_at_once(self) -> None:
+        assert Guard(1000, learned=True).trusts
+
+    def test_falling_behind_ends_trust_for_a_while_and_again_for_longer(self) -> None:
+        guard = Guard(1000, learned=True)
+        pauses: list[int] = []
+        for _ in range(3):
+            while guard.trusts:
+                guard.account(100, 0, 10)
+            start = guard.references
+            while not guard.trusts:
+                guard.account(100, 10, 0)
+            pauses.append(guard.references - start)
+        assert pauses == [500, 1000, 2000]
+        assert guard.failures == 3
+
+    def test_a_deficit_in_all_is_waited_off(self) -> None:
+        guard = Guard(1000, learned=True)
+        guard.account(10_000, 0, 100)
+        guard.account(20_000, 0, 0)
+        assert not guard.trusts
+        guard.account(20_000, 0, 0)
+        assert guard.trusts
+
+
+class TestRestart:
+    def test_what_was_learned_is_used_from_the_first_eviction_on(self) -> None:
+        """Two kinds of requests, long ones that never return and short ones that do."""
+        taught = make_policy("phz", 512, always, Facts(tags=lambda rows: rows.astype(np.uint64)))
+        assert isinstance(taught, Learns)
+        for _ in range(200):
+            taught.admit(rows_of(range(400, 440)))
+            taught.admit(rows_of(range(8)))
+            taught.touch(rows_of(range(8)))
+            taught.evict(48, lambda row: -1)
+        dumped = taught.dump()
+
+        fresh = make_policy("phz", 512, always)
+        restarted = make_policy("phz", 512, always)
+        assert isinstance(restarted, Learns)
+        restarted.load(dumped)
+        for policy in (fresh, restarted):
+            policy.admit(rows_of(range(8)))
+            policy.touch(rows_of(range(8)))
+            policy.admit(rows_of(range(400, 440)))
+        assert set(fresh.victims(8).tolist()) == set(range(8)), "the oldest"
+        assert set(restarted.victims(8).tolist()) <= set(range(400, 440)), "the hopeless"
+
+    def test_other_bytes_are_refused_and_change_nothing(self) -> None:
+        policy = make_policy("phz", 8, always)
+        assert isinstance(policy, Learns)
+        before = policy.dump()
+        with pytest.raises(ValueError, match="no hazard tables"):
+            policy.load(b"{}")
+        assert policy.dump() == before
+
+
+def test_a_large_store_finds_a_victim_in_a_sample_of_its_leaves() -> None:
+    """Without looking at all of them: here 1 of 64 is hopeless, and those go first."""
+    policy = make_policy("phz", 1 << 16, always)
+    policy.admit(rows_of(range(1 << 16)))
+    for first in range(0, 1 << 16, 64):
+        policy.touch(rows_of(range(first + 1, first + 64)))
+    gone: list[int] = []
+
+    def record(row: int) -> int:
+        gone.append(row)
+        return -1
+
+    policy.evict(64, record)
+    assert np.mean([row % 64 == 0 for row in gone]) > 0.3, "in a blind choice it would be 1 of 64"
+    policy.check_integrity()
+
+
+def test_memory_is_bounded_when_chunks_come_and_go_without_evictions() -> None:
+    policy = make_policy("phz", 256, always, Facts(tags=lambda rows: rows.astype(np.uint64) + 1))
+    for _ in range(2000):
+        policy.admit(rows_of(range(64)))
+        policy.forget(rows_of(range(64)))
+    policy.check_integrity()
+    assert policy.statistics()["ghosts"] <= 8 * 256 + 64
+    assert sum(map(len, policy._fresh)) <= 256 + 4096 + 64  # type: ignore[attr-defined]
+
+
+def test_the_sample_of_conversations_is_served_better_than_by_lru() -> None:
+    trace = trace_of(conversations(random.Random(4), 3000))
+    assert hits_of(trace, 200, "phz") > 1.02 * hits_of(trace, 200, "lru")
