@@ -40,7 +40,12 @@ class Counts:
     """References, each weighted by what it costs to compute."""
     saved_work: float = 0.0
     evictions: int = 0
+    """From DRAM."""
     writes: int = 0
+    """To DRAM."""
+    ssd_hits: int = 0
+    """Hits that DRAM alone would have missed."""
+    ssd_writes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +131,15 @@ class Simulation:
 
     def _store(self, blocks: Blocks, above: Rows) -> Rows:
         """Stores what fits of `blocks` below `above`; returns its rows."""
-        index, keys = self._index, self._keys
+        index = self._index
         missing = len(blocks) - index.room
         if missing > 0:
             self.counts.evictions += self.policy.evict(missing, self._gone)
-        stored = blocks[: index.room]
+        return self._insert(blocks[: index.room], above)
+
+    def _insert(self, stored: Blocks, above: Rows) -> Rows:
+        """New rows for `stored` below `above`."""
+        index, keys = self._index, self._keys
         parent = int(above[-1]) if len(above) else ROOT
         rows: list[int] = []
         insert = index.insert

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -110,6 +111,21 @@ class _List(click.ParamType[Any]):
             self.fail(f"{value!r} is no list of what is asked for", param, ctx)
 
 
+class _Times(click.ParamType[Any]):
+    """`10x`."""
+
+    name = "times"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            times = float(str(value).removesuffix("x"))
+        except ValueError:
+            times = math.nan
+        if not 0 <= times < math.inf:
+            self.fail(f"{value!r} is no multiple such as 10x", param, ctx)
+        return times
+
+
 def _share(text: str) -> float:
     """`2%` or `0.02`."""
     share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
@@ -132,9 +148,7 @@ def _share(text: str) -> float:
     "--policy",
     "policies",
     type=_List(str),
-    default="lru,s3fifo,phz,belady",
-    show_default=True,
-    help="Eviction policies.",
+    help="Eviction policies. Default: lru,s3fifo,phz,belady; with --ssd lru,phz.",
 )
 @click.option(
     "--hints",
@@ -143,14 +157,27 @@ def _share(text: str) -> float:
     show_default=True,
     help="What engines tell: nothing, whether a session goes on, or why an answer stopped.",
 )
+@click.option(
+    "--ssd", type=_Times(), default=0.0, help="An SSD below: its capacity over DRAM's, as `10x`."
+)
+@click.option(
+    "--admission",
+    "admissions",
+    type=_List(str),
+    default="always",
+    show_default=True,
+    help="What goes to the SSD: always, second_touch, phz.",
+)
 @click.option("--jobs", default=0, help="Processes. Default: one per core.")
 @click.option("--plot", default="replay-{}.svg", show_default=True, help="File; {}: the trace.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per trace on stdout.")
 def replay(
     traces: tuple[str, ...],
     shares: tuple[float, ...],
-    policies: tuple[str, ...],
+    policies: tuple[str, ...] | None,
     hints: str,
+    ssd: float,
+    admissions: tuple[str, ...],
     jobs: int,
     plot: str,
     as_json: bool,
@@ -159,14 +186,21 @@ def replay(
 
     A trace is a file (Mooncake's JSONL, or lines of `timestamp, key, key, ...`) or a built-in one:
     agents, chats, documents, cycles, recent, phases. Default: ../shared/traces/*.jsonl if there
-    are any, else agents and chats.
+    are any, else agents and chats. With --ssd there are two tiers and no gap to an optimum.
     """
     from kvpool.bench import replay as bench_replay
     from kvpool.bench.report import emit
 
+    if policies is None:
+        policies = ("lru", "phz") if ssd else ("lru", "s3fifo", "phz", "belady")
     for trace in traces or bench_replay.default_traces():
         workers = jobs or os.cpu_count() or 1
-        rows = bench_replay.run(trace, shares, policies, hints, _progress, workers)
+        if ssd:
+            rows = bench_replay.run_two_tiers(
+                trace, shares, policies, hints, ssd, admissions, _progress, workers
+            )
+        else:
+            rows = bench_replay.run(trace, shares, policies, hints, _progress, workers)
         _progress("")
         if plot:
             name = Path(plot.format(Path(trace).stem))

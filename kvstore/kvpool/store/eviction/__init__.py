@@ -13,20 +13,23 @@ _POLICIES = {
     "s3fifo": "kvpool.store.eviction.s3fifo:S3FifoPolicy",
     "belady": "kvpool.store.eviction.belady:BeladyPolicy",
     "phz": "kvpool.store.eviction.phz:PhzPolicy",
+    "phz-cost": "kvpool.store.eviction.phz:CostWeightedPhz",
 }
 DEFAULT_POLICY = "phz"
 _WITHOUT_FACTS = {"lru"}
-_SEEDED = {"phz"}
-_OFFLINE = {"belady"}
+_SEEDED = {"phz", "phz-cost"}
+_FOR_REPLAYS = {
+    "belady": "knows the future",
+    "phz-cost": "asks for depths, which a store does not keep",
+}
 
 
 def online_policy(name: object) -> str:
     """`name`, if a store can run that policy. `ConfigError` otherwise."""
-    online = [known for known in _POLICIES if known not in _OFFLINE]
-    if name in _OFFLINE:
-        raise ConfigError(
-            f"{name!r} knows the future: it serves replays; choose {', '.join(online)}"
-        )
+    online = [known for known in _POLICIES if known not in _FOR_REPLAYS]
+    if name in _FOR_REPLAYS:
+        why = _FOR_REPLAYS[str(name)]
+        raise ConfigError(f"{name!r} {why}: it serves replays; choose {', '.join(online)}")
     if name not in online:
         raise ConfigError(f"{name!r} is none of {', '.join(online)}")
     return str(name)

@@ -82,8 +82,8 @@ class Policy(Protocol):
     def evict(self, n: int, gone: Gone) -> int:
         """Evicts up to `n` rows in exact order, freed parents included; returns how many.
 
-        `gone` is called for each in turn and must not call the policy. The rows are forgotten and
-        the parents unblocked when this returns.
+        `gone` is called for each in turn, while the row is known, and must not change the policy.
+        The rows are forgotten and the parents unblocked when this returns.
         """
 
     def unblock(self, rows: Rows) -> None:

@@ -141,14 +141,21 @@ class Experience:
 
     def values(self, rows: Rows) -> NDArray[np.float64]:
         """The less, the sooner a row goes; equal ones by their stamps."""
-        stamps = self.stamps[rows]
         if not self.guard.trusts:
-            return stamps.astype(np.float64)
-        buckets = buckets_of(self._clock + int(self._stride) - stamps)
-        values: NDArray[np.float64] = self.hazards.index[self._classes[rows], buckets]
+            return self.stamps[rows].astype(np.float64)
+        return self.worth(rows)
+
+    def worth(self, rows: Rows) -> NDArray[np.float64]:
+        """What was learned of known rows, trusted or not: the index, times the cost."""
+        buckets = buckets_of(self._clock + int(self._stride) - self.stamps[rows])
+        worth: NDArray[np.float64] = self.hazards.index[self._classes[rows], buckets]
         if self._depths is not None:
-            values *= 1 + self._cost * self._depths(rows)
-        return values
+            worth *= 1 + self._cost * self._depths(rows)
+        return worth
+
+    def uses(self, rows: Rows) -> NDArray[np.int64]:
+        """Of known rows, their storing included; 3 stands for more."""
+        return self._classes[rows] % 3 + np.int64(1)
 
     def entry(self, row: int) -> Entry:
         """`values` of one row, several times faster."""

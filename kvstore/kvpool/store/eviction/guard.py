@@ -1,23 +1,35 @@
 """Whether a learned order may be trusted: only while it keeps up with plain LRU.
 
 Both are measured in hits, the policy's own and those of an exact LRU of the same capacity
-(`shadow`). Until the learned tables have seen a few turnovers of the store, and for a while after
-the policy fell behind, its order is LRU's. That while is short and doubles with each failure that
-follows another, so that a bad quarter of an hour costs little and a hopeless load is left alone.
+(`shadow`). Until the learned tables have seen a few turnovers of the store and a few thousand uses,
+and for a while after the policy fell behind, its order is LRU's. That while is short and doubles
+with each failure that follows another, so that a bad quarter of an hour costs little and a hopeless
+load is left alone.
+
+Hits come in lumps, one request's at a time. A policy fell behind if it lost more hits since its
+best moment than chance would explain (two standard deviations of a walk with the same steps), or
+more in all than it may ever.
 """
 
 from __future__ import annotations
 
+import math
+
 _LEARNING_TURNOVERS = 3.0
-"""Capacities of references before the learned order is used at all."""
+_LEARNING_USES = 4096
+"""Capacities of references, and uses to learn from, before the learned order is used at all."""
 _LOSS_OF_CAPACITY = 0.02
 _LOSS_OF_REFERENCES = 0.001
 _LOSS_OF_LEAD = 0.25
 _LOSS_MIN = 8
+_SIGMAS = 2.0
 """Hits that it may fall back from its best: the smaller of the first two, plus the others."""
-_DEFICIT_OF_REFERENCES = 0.002
-"""With fewer hits than LRU by so much in all, the learned order has to wait."""
+_DEFICIT_OF_CAPACITY = 0.01
+_DEFICIT_OF_REFERENCES = 0.0015
+"""With fewer hits than LRU by so much in all, the two added, the learned order has to wait."""
 _PAUSE_TURNOVERS = 0.5
+_PAUSE_REFERENCES = 4096
+"""The first pause, the longer of the two: the tables are ranked anew meanwhile."""
 _PAUSE_DOUBLINGS_MAX = 6
 
 
@@ -33,39 +45,48 @@ class Guard:
         self.failures = 0
         self._since = 0
         self._wait = 0.0 if learned else _LEARNING_TURNOVERS
+        self._lessons = 0 if learned else _LEARNING_USES  # that are missing
         self._doublings = 0
         self._best = self._start = 0
+        self._variance = 0  # of the lead since its best, had it been a walk at random
         self.trusts = learned
 
-    def account(self, references: int, own: int, lru: int) -> bool:
-        """After a request with these hits; True if `trusts` has changed."""
+    def account(self, references: int, own: int, lru: int, lessons: int) -> bool:
+        """After a request with these hits and uses to learn from; True if `trusts` has changed."""
         self.references += references
         self.lead += own - lru
+        self._lessons -= lessons
+        self._variance += (own - lru) ** 2
         if self.trusts:
             return self._watch()
         waited = self.references - self._since
-        if waited < self._wait * self.capacity or self._deficit():
+        if self._lessons > 0 or waited < self._wait * self.capacity or self._deficit():
             return False
         self.trusts = True
         self._best = self._start = self.lead
+        self._variance = 0
         return True
 
     def _watch(self) -> bool:
-        self._best = max(self._best, self.lead)
+        if self.lead > self._best:
+            self._best, self._variance = self.lead, 0
         allowance = _LOSS_MIN + min(
             _LOSS_OF_CAPACITY * self.capacity, _LOSS_OF_REFERENCES * self.references
         )
         if self.lead > self._start + allowance:
             self._doublings = 0
-        loss = self._best - self.lead
-        if loss <= allowance + _LOSS_OF_LEAD * max(0, self._best) and not self._deficit():
+        chance = _SIGMAS * math.sqrt(self._variance)
+        bearable = allowance + chance + _LOSS_OF_LEAD * max(0, self._best)
+        if self._best - self.lead <= bearable and not self._deficit():
             return False
         self._since = self.references
-        self._wait = _PAUSE_TURNOVERS * 2**self._doublings
+        pause = max(_PAUSE_TURNOVERS, _PAUSE_REFERENCES / self.capacity)
+        self._wait = pause * 2**self._doublings
         self._doublings = min(self._doublings + 1, _PAUSE_DOUBLINGS_MAX)
         self.failures += 1
         self.trusts = False
         return True
 
     def _deficit(self) -> bool:
-        return self.lead < -_DEFICIT_OF_REFERENCES * self.references - _LOSS_MIN
+        allowance = _DEFICIT_OF_CAPACITY * self.capacity + _DEFICIT_OF_REFERENCES * self.references
+        return self.lead < -allowance - _LOSS_MIN

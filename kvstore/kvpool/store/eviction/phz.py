@@ -36,6 +36,9 @@ _PENDING_CALLS = 16
 _HINT_STEPS = np.array([0.25, 0.85])
 """Borders between the classes of hinted probabilities: it ends, a turn ended, a tool was called."""
 
+COST_PER_CHUNK = 512 / 30_500
+"""For chunks of 512 tokens: a token at position 30,500 costs twice what the first one costs."""
+
 # States of a row.
 _UNKNOWN = 0
 _OPEN = 1  # a member: it could go when last looked at
@@ -195,6 +198,16 @@ class PhzPolicy:
         """Starts from what another life learned. `ValueError` for anything else."""
         self._experience.load(dumped)
         self._queue.clear()
+
+    def values(self, rows: Rows) -> NDArray[np.float64]:
+        """See `kvpool.store.eviction.admission.Values`."""
+        self._flush()
+        return self._experience.worth(rows)
+
+    def uses(self, rows: Rows) -> NDArray[np.int64]:
+        """See `kvpool.store.eviction.admission.Values`; 3 stands for more."""
+        self._flush()
+        return self._experience.uses(rows)
 
     def check_integrity(self) -> None:
         self._flush()
@@ -387,3 +400,17 @@ class PhzPolicy:
         taken = self._demoted.take(n, self._evictable)
         self._state[taken.blocked] = _BLOCKED
         return taken.going
+
+
+class CostWeightedPhz(PhzPolicy):
+    """phz that keeps what is dear to compute: it trades hits for saved prefill work."""
+
+    def __init__(
+        self,
+        capacity: int,
+        evictable: Evictable,
+        facts: Facts | None = None,
+        *,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(capacity, evictable, facts, seed=seed, cost_per_chunk=COST_PER_CHUNK)
