@@ -36,6 +36,6 @@ def test_every_row_says_where_and_every_test_it_names_exists() -> None:
 def test_no_kind_of_fault_is_left_out() -> None:
     kinds = {fault.partition("-")[0] for fault in rows()}
     assert kinds == {
-        *("ID", "LY", "WB", "PX", "HY", "CW", "CR", "PN", "EV", "MM"),
+        *("ID", "LY", "WB", "PX", "HY", "CW", "CR", "PN", "EV", "MM", "DK", "LM"),
         *("EL", "GR", "SM", "GP", "ST", "VS"),
     }

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from click.testing import CliRunner
 
 from kvpool.cli import cli
 from kvpool.proto.errors import ConfigError
+from kvpool.store.ssd.attached import Ssd
 from kvpool.store.ssd.check import check_folder
 from kvpool.store.ssd.entries import Entry
 from kvpool.store.ssd.files import data_name
@@ -25,7 +27,9 @@ from kvpool.store.ssd.listing import claim, read_listing
 from kvpool.store.ssd.opening import Opened, open_folder
 from kvpool.store.ssd.space import Space
 from kvpool.store.ssd.speed import Speed
+from kvpool.store.ssd.starting import attach, look
 from kvpool.store.ssd.tier import Draft, Piece, Tier
+from kvpool.store.store import Store, StoreOptions
 from tests.ssd.samples import FORMS, RECORD, Clock, extent_of, key_of
 
 CAPACITY = 4 << 20
@@ -239,3 +243,78 @@ def test_entries_that_claim_one_place_are_both_found(folder: Path) -> None:
     assert np.count_nonzero(claim(listing, Space(1, 1 << 20, 1 << 17, 4096))) <= 1
     code, report = fsck(str(folder))
     assert code == 1 and len(report[str(folder)]["damaged"]) >= 1
+
+
+# ---- what cannot be taken over
+
+
+def store_on(path: Path, capacity: int = CAPACITY) -> Ssd:
+    """A store in memory over what is in a folder, whose threads are done."""
+    found = look(str(path), capacity, 1000)
+    store = Store(StoreOptions(1 << 20, 1000), clock=Clock(), entropy=os.urandom)
+    store.add_region()
+    woken = threading.Event()
+    lanes = Threads(1, 1, woken.set)
+    memory = np.zeros(1 << 20, np.uint8)
+    ssd = attach(
+        store,
+        found,
+        lanes,
+        lambda address, nbytes: memory[address : address + nbytes],
+        seed=1,
+        write_through=False,
+        clock=Clock(),
+    )
+    while not ssd.shelf.tier.idle:
+        assert woken.wait(30)
+        woken.clear()
+        lanes.poll()
+    assert lanes.close(30)
+    found.opened.close()
+    return ssd
+
+
+def test_a_store_takes_over_what_is_there(folder: Path) -> None:
+    ssd = store_on(folder)
+    assert ssd.shelf.index.count == 5
+    ssd.shelf.check_integrity()
+    (known,) = ssd.shelf.known.values()
+    assert known.digest == RECORD.digest and known.tenant == RECORD.tenant
+    assert ssd.status()["direct"] in (True, False)
+
+
+def test_entries_of_other_namespaces_sizes_or_places_are_given_up(folder: Path) -> None:
+    shop = Shop(folder)
+    entries = sorted(shop.found.values())
+    (extent,) = entries[0].extents
+    wrong = [
+        entries[0]._replace(space=7),
+        entries[1]._replace(extents=(extent._replace(nbytes=extent.nbytes - 1),)),
+        entries[2]._replace(extents=(extent._replace(address=1 << 40),)),
+    ]
+    shop.opened.catalogue.commit(wrong, [])
+    strange = RECORD.number + 1
+    shop.opened.catalogue.add_space(replace(RECORD, number=strange, digest=bytes(32)))
+    shop.close()
+    ssd = store_on(folder)
+    assert ssd.shelf.index.count == 2
+    ssd.shelf.check_integrity()
+    assert store_on(folder).shelf.index.count == 2, "and they are gone from the catalogue"
+    again = Shop(folder)
+    assert again.found.keys() == {entries[3].key, entries[4].key}
+    again.close()
+
+
+def test_a_tier_that_became_smaller_keeps_what_still_fits(tmp_path: Path) -> None:
+    path = tmp_path / "tier"
+    Shop(path, 1 << 20).close()
+    shop = Shop(path, 3 << 20)
+    for name in range(180):
+        shop.write(key_of(name), 1)
+        shop.settle()
+    inside = {k for k, e in shop.announced.items() if e.extents[0].address < 1 << 20}
+    assert 0 < len(inside) < 180
+    shop.close()
+    ssd = store_on(path, 1 << 20)
+    rows = ssd.shelf.index.linked_rows().tolist()
+    assert {ssd.shelf.index.key_bytes(row) for row in rows} == inside

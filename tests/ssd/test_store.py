@@ -275,6 +275,7 @@ def test_a_dead_disk_never_blocks_publishes(where: str) -> None:
         assert world.publish(chain(f"c{name}", 2)) == [Outcome.OK] * 2
         world.settle()
     assert "No space left" in world.ssd.trouble()
+    assert world.ssd.status()["counters"]["unsaved_chunks"] > 40, "and what is lost is counted"
     setattr(world.disk.faults, where, None)
     world.clock.now += 60
     world.settle()
@@ -316,6 +317,17 @@ def test_what_computes_faster_than_it_loads_is_not_matched_and_counted() -> None
     assert world.ssd.skipped_chunks == 4
     world.store.release(world.session, slow.lease)
     world.check()
+
+
+def test_a_tier_that_is_only_written_is_warned_about() -> None:
+    world = World()
+    world.tier.counters.written_chunks = 1000
+    assert "write-only" in world.ssd.warnings()[0]
+    keys = chain("a", 2)
+    world.publish(keys)
+    world.flood()
+    world.pull(keys)
+    assert not world.ssd.warnings()
 
 
 # ---- restart

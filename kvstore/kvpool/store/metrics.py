@@ -58,6 +58,7 @@ _SSD_COUNTERS = {
     "deleted_chunks": "Entries that were deleted, evicted ones among them",
     "corrupt_chunks": "Chunks whose bytes were not what had been written",
     "read_errors": "Reads that the device refused",
+    "unsaved_chunks": "Chunks that memory evicted before they could be written",
     "refused_writes": "Writes that were not taken: the tier was slow, full or down",
     "unsummed_chunks": "Chunks not written because their writer stored no sums",
     "commits": "Commits of the catalogue",
@@ -65,6 +66,7 @@ _SSD_COUNTERS = {
 _SSD_GAUGES = {
     "capacity": "Bytes that are reserved on the SSD",
     "chunks": "Chunks on the SSD",
+    "waiting_chunks": "Chunks that were published and wait for room in the queue",
     "writing_bytes": "Bytes that wait for being written, or are",
     "reading_bytes": "Bytes that wait for being read, or are",
     "quarantined_bytes": "Bytes of places where damage was found",

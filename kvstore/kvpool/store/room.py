@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,8 @@ class Room:
         """By shape of the chunks and owner: see `Account.owner`."""
         self.loose: dict[int, int] = {}
         """Address → bytes of the extents that are in no row: being written, or quarantined."""
+        self.evicted: Callable[[int, bytes], None] | None = None
+        """Is told the namespace and key of every chunk that makes room for others."""
         self.zombies = 0
         """Rows that are deleted but leased."""
         self._used_at = np.zeros(options.chunks, np.float64)
@@ -427,7 +429,10 @@ class Room:
         """A policy has let go of an idle row. Returns the parent if that is idle now."""
         index = self.index
         namespace = index.namespace_at[row]
-        self.ghosts.add(namespace, index.key_bytes(row), Reason.EVICTED)
+        key = index.key_bytes(row)
+        self.ghosts.add(namespace, key, Reason.EVICTED)
+        if self.evicted is not None:
+            self.evicted(namespace, key)
         self.namespaces.by_id[namespace].account.evicted_chunks += 1
         parent = index.parent_at[row]
         index.unlink(row)

@@ -31,6 +31,9 @@ class Ssd:
         """That matches found here and not in memory."""
         self.skipped_chunks = 0
         """That would have taken longer to load than to compute."""
+        self.unsaved_chunks = 0
+        """Evicted from memory without having been written."""
+        store.room.evicted = self._evicted
         self.facts: dict[str, Any] = {}
         """What was found at the start: where it is, and how it is read."""
         self._store = store
@@ -96,6 +99,10 @@ class Ssd:
         self.demotion.turn()
         self.shelf.tier.tick()
 
+    def _evicted(self, namespace: int, key: bytes) -> None:
+        if self.shelf.index.find_one(namespace, key) == NO_ROW:
+            self.unsaved_chunks += 1
+
     def forget(self, known: KnownNamespace, key: bytes) -> bool:
         """The chunk was deleted. True if it was here."""
         self.demotion.forget(key)
@@ -153,6 +160,7 @@ class Ssd:
             "quarantined_bytes": tier.space.quarantined_bytes,
             "writing_bytes": tier.writing_bytes,
             "writing_chunks": self.demotion.chunks,
+            "waiting_chunks": self.demotion.waiting,
             "reading_bytes": tier.reading_bytes,
             "read_bytes_s": tier.speed.bytes_s,
             "write_through": self.demotion.write_through,
@@ -162,6 +170,7 @@ class Ssd:
             | {
                 "hit_chunks": self.hit_chunks,
                 "skipped_chunks": self.skipped_chunks,
+                "unsaved_chunks": self.unsaved_chunks,
                 "promoted_chunks": self.promotion.promoted_chunks,
                 "failed_chunks": self.promotion.failed_chunks,
                 "evicted_chunks": self.shelf.evicted_chunks,

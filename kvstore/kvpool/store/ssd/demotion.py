@@ -30,7 +30,7 @@ Memory = Callable[[int, int], Bytes]
 
 AHEAD_SHARE = 8
 """Writing back begins when less than this part of the memory (an eighth) is free."""
-AHEAD_ROWS = 256
+AHEAD_ROWS = 128
 """Chunks that are looked at in one turn."""
 RESERVE = 32
 """Extents of a class that are kept free on the SSD, so that a write need not wait for the deletion
@@ -57,11 +57,18 @@ class Demotion:
         self._memory = memory
         self._writing: dict[bytes, _Writing] = {}
         self._fresh: deque[int] = deque()
+        self._seen = -1
+        """What had changed when all that is to go was last found to be written."""
 
     @property
     def chunks(self) -> int:
         """On their way."""
         return len(self._writing)
+
+    @property
+    def waiting(self) -> int:
+        """Published, and to be written as soon as the queue has room."""
+        return len(self._fresh)
 
     def stored(self, rows: list[int]) -> None:
         """These rows have become visible in memory."""
@@ -70,20 +77,26 @@ class Demotion:
 
     def turn(self) -> None:
         """Starts what should be written now; call it often."""
-        shelf, store = self._shelf, self._store
-        if shelf.tier.down or shelf.tier.full or store.allocator is None:
+        tier, store = self._shelf.tier, self._store
+        if tier.down or tier.full or store.allocator is None:
             self._fresh.clear()
+            return
+        if 2 * tier.writing_bytes > tier.queue_bytes:
             return
         while self._fresh:
             if not self._write_chain(self._fresh[0]):
-                break
+                return
             self._fresh.popleft()
+        counters = store.counters
+        changes = counters.published_chunks + counters.evicted_chunks + len(self._writing)
+        if changes == self._seen:
+            return
         figures = store.allocator.statistics()
         if figures.free_bytes * AHEAD_SHARE < figures.capacity_bytes:
             for policy in store.policies.values():
-                for row in policy.victims(AHEAD_ROWS).tolist():
-                    if not self._write_chain(row):
-                        return
+                if not all(map(self._write_chain, policy.victims(AHEAD_ROWS).tolist())):
+                    return
+        self._seen = changes
 
     def flush(self) -> bool:
         """Starts to write everything that is not there yet, as far as the queue has room; True if

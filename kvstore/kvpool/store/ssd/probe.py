@@ -16,6 +16,7 @@ import numpy as np
 from kvpool.store.ssd.folder import SCRATCH, Folder
 from kvpool.transfer.copying import Bytes
 
+GUESS_BYTES_S = 500e6
 PIECE_BYTES = 4 << 20
 PIECES = 4
 DIRECT_SHARE = 0.8
@@ -30,9 +31,14 @@ class Access:
     block_bytes: int
     direct: bool
     direct_bytes_s: float
-    """Cold reads; 0 where the file system has no direct I/O."""
+    """Cold reads; 0 where the file system has no direct I/O, or no room to measure."""
     buffered_bytes_s: float
     reason: str
+
+    @property
+    def bytes_s(self) -> float:
+        """Of the chosen way; a guess where nothing was measured."""
+        return (self.direct_bytes_s if self.direct else self.buffered_bytes_s) or GUESS_BYTES_S
 
 
 def measure(folder: Folder, clock: Callable[[], float] = time.perf_counter) -> Access:
@@ -42,9 +48,14 @@ def measure(folder: Folder, clock: Callable[[], float] = time.perf_counter) -> A
     fd = folder.open(SCRATCH, os.O_TRUNC)
     try:
         block = block_bytes(fd)
-        for piece in range(PIECES):
-            os.pwritev(fd, [buffer], piece * PIECE_BYTES)
-        os.fdatasync(fd)
+        try:
+            for piece in range(PIECES):
+                os.pwritev(fd, [buffer], piece * PIECE_BYTES)
+            os.fdatasync(fd)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return Access(block, False, 0.0, 0.0, "the file system has no room to measure")
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         buffered = _speed(fd, buffer, clock)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

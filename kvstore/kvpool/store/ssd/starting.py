@@ -18,7 +18,7 @@ from kvpool.store.ssd.opening import Opened, open_folder
 from kvpool.store.ssd.shelf import Shelf, usable
 from kvpool.store.ssd.space import Space
 from kvpool.store.ssd.speed import Speed
-from kvpool.store.ssd.tier import Tier
+from kvpool.store.ssd.tier import FREE_BYTES_MIN, Tier
 from kvpool.store.store import Store
 
 log = logging.getLogger("kvpool")
@@ -47,7 +47,8 @@ def look(path: str, capacity: int, chunks: int) -> Found:
     rows = chunks or max(CHUNKS_MIN, capacity // CHUNK_BYTES_SMALL)
     opened = open_folder(path, capacity, rows)
     try:
-        opened.files.check()
+        if opened.files.free_bytes() >= FREE_BYTES_MIN:  # else it serves what is there
+            opened.files.check()
         listing, damaged = read_listing(opened.catalogue.pairs())
         return Found(opened, rows, listing, damaged, opened.catalogue.spaces())
     except BaseException:
@@ -75,7 +76,7 @@ def attach(
         lanes,
         space,
         clock=clock,
-        speed=Speed(max(access.direct_bytes_s if access.direct else access.buffered_bytes_s, 1.0)),
+        speed=Speed(access.bytes_s),
         queue_bytes=max(1, store.options.region_bytes // QUEUE_SHARE),
     )
     shelf = Shelf(tier, max(found.chunks, len(found.listing)), store.options.policy, seed)

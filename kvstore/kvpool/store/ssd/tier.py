@@ -174,7 +174,7 @@ class Tier:
         self._batch = _Batch()
         self._committing: _Batch | None = None
         self._suspects: set[int] = set()
-        self._look_at = clock() + LOOK_S
+        self._look_at = clock()
         self._looking = False
 
     # ---- writing
