@@ -36,7 +36,6 @@ CLASS_WEIGHT = 100.0
 request are used together, so that a hundred uses may be a handful of requests."""
 _FIRST_HAZARD = 0.3 / FIRST_BUCKET
 _SMOOTHING = np.exp(-0.5 * np.arange(-1, 2) ** 2)
-_HORIZONS = np.triu(np.ones((BUCKETS, BUCKETS), np.bool_))
 _FORMAT = 1
 
 Floats = NDArray[np.float64]
@@ -113,14 +112,17 @@ class Hazards:
 def gittins(hazards: Floats) -> Floats:
     """The index of each class (row) at the beginning of each bucket (column).
 
-    From bucket a on, with the probabilities of lasting until bucket k as weights.
+    From the last bucket backwards: what is expected of a bucket and all up to a horizon is what
+    the bucket gives, and what those behind it give to who lasts that long.
     """
     reused = -np.expm1(-hazards * WIDTHS)  # probability within the bucket, given its beginning
-    before = np.cumsum(hazards * WIDTHS, axis=1) - hazards * WIDTHS
-    alive = np.exp(-np.where(_HORIZONS, before[:, None] - before[..., None], np.inf))
-    uses = np.cumsum(alive * reused[:, None], axis=2)
-    held = np.cumsum(alive * (reused / hazards)[:, None], axis=2)
-    out: Floats = np.divide(uses, held, out=np.zeros_like(uses), where=held > 0).max(axis=2)
+    spent = reused / hazards
+    uses, held, out = np.zeros_like(hazards), np.zeros_like(hazards), np.empty_like(hazards)
+    for start in reversed(range(BUCKETS)):
+        lasting = 1 - reused[:, start, None]
+        uses[:, start:] = reused[:, start, None] + lasting * uses[:, start:]
+        held[:, start:] = spent[:, start, None] + lasting * held[:, start:]
+        out[:, start] = (uses[:, start:] / held[:, start:]).max(axis=1)
     return out
 
 
