@@ -264,6 +264,13 @@ def test_a_capacity_that_does_not_fit_is_refused_with_figures(tmp_path: Path) ->
     assert "more bytes" in daemon.log.read_text() and "left" in daemon.log.read_text()
 
 
+def test_an_admission_that_the_policy_cannot_answer_is_refused_by_name(tmp_path: Path) -> None:
+    daemon = RunningDaemon(tmp_path, *flags(tmp_path, "--ssd-admission", "phz"), wait=False)
+    assert daemon.process.wait(60) != 0
+    daemon.close()
+    assert "admission 'phz' needs a policy that values rows" in daemon.log.read_text()
+
+
 def test_a_path_without_a_capacity_is_refused_by_name(tmp_path: Path) -> None:
     daemon = RunningDaemon(tmp_path, "--ssd-path", str(tmp_path / "ssd"), wait=False)
     assert daemon.process.wait(60) != 0

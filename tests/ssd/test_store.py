@@ -224,6 +224,25 @@ def test_a_chunk_that_is_deleted_while_it_is_written_or_read_does_not_come_back(
     world.check()
 
 
+def test_second_touch_writes_only_what_was_used_again() -> None:
+    world = World(policy="phz", admission="second_touch")
+    once, twice = chain("a", 3), chain("b", 3)
+    world.publish(once)
+    world.publish(twice)
+    world.pull(twice)
+    for name in range(20):
+        world.clock.now += 1
+        world.publish(chain(f"flood{name}", 1))
+        world.settle()
+    assert world.match(once, peek=True).cold == 0
+    match = world.match(twice, peek=True)
+    assert match.hits + match.cold == 3
+    declined = world.ssd.demotion.declined_chunks
+    world.settle()
+    assert declined == world.ssd.demotion.declined_chunks > 0, "each is asked about once"
+    world.check()
+
+
 # ---- damage and failure
 
 

@@ -38,6 +38,7 @@ class World:
         seed: int = 0,
         write_through: bool = False,
         policy: str = "lru",
+        admission: str = "always",
         disk: SimulatedDisk | None = None,
         catalogue: SimulatedCatalogue | None = None,
     ) -> None:
@@ -65,7 +66,9 @@ class World:
         if self.catalogue.known:
             shelf.meet(self.known, RECORD.number)
         shelf.load(listing, lambda number: self.known)
-        self.ssd = Ssd(self.store, shelf, self.view, write_through=write_through)
+        self.ssd = Ssd(
+            self.store, shelf, self.view, write_through=write_through, admission=admission
+        )
         self.store.ssd = self.ssd
         self.session = self.store.open_session(TENANT, mapped=True)
 

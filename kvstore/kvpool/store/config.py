@@ -15,6 +15,7 @@ from typing import Any
 
 from kvpool.proto.errors import ConfigError
 from kvpool.store.eviction import DEFAULT_POLICY, online_policy
+from kvpool.store.eviction.admission import DEFAULT_ADMISSION, admission_names
 from kvpool.store.pool import CAPACITY_MIN
 from kvpool.store.values import (
     parse_count,
@@ -119,6 +120,13 @@ class ServeConfig:
         parse_one_of(SSD_MODES),
         "write_back: chunks are written before memory evicts them. write_through: soon after they "
         "are published, so that a crash loses less, at the price of more writes.",
+    )
+    ssd_admission: str = _setting(
+        DEFAULT_ADMISSION,
+        parse_one_of(admission_names()),
+        "What of the chunks that leave memory is written back: always all; second_touch only what "
+        "was used again; phz all but what is least likely to be. The last two spare the SSD and "
+        "need the policy phz.",
     )
     data_workers: int = _setting(
         1,

@@ -127,6 +127,7 @@ class Daemon:
             config.ssd_capacity,
             chunks=config.chunks,
             write_through=config.ssd_mode == "write_through",
+            admission=config.ssd_admission,
             health=self.service.health,
         )
         await self.ssd.start(list(self.service.domains.values()))

@@ -58,6 +58,7 @@ _SSD_COUNTERS = {
     "deleted_chunks": "Entries that were deleted, evicted ones among them",
     "corrupt_chunks": "Chunks whose bytes were not what had been written",
     "read_errors": "Reads that the device refused",
+    "declined_chunks": "Chunks that leave memory and were not worth writing",
     "unsaved_chunks": "Chunks that memory evicted before they could be written",
     "refused_writes": "Writes that were not taken: the tier was slow, full or down",
     "unsummed_chunks": "Chunks not written because their writer stored no sums",

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvpool.proto.keys import KEY_BYTES
 from kvpool.proto.outcomes import Outcome, Reason
+from kvpool.store.eviction.admission import DEFAULT_ADMISSION
 from kvpool.store.index import LINKED, NO_ROW
 from kvpool.store.leases import Lease
 from kvpool.store.namespaces import KnownNamespace
@@ -23,9 +24,19 @@ WRITE_ONLY_CHUNKS = 1000
 class Ssd:
     """The SSD tier of `store`. One thread calls it, the store's own."""
 
-    def __init__(self, store: Store, shelf: Shelf, memory: Memory, *, write_through: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        shelf: Shelf,
+        memory: Memory,
+        *,
+        write_through: bool,
+        admission: str = DEFAULT_ADMISSION,
+    ) -> None:
         self.shelf = shelf
-        self.demotion = Demotion(store, shelf, memory, write_through=write_through)
+        self.demotion = Demotion(
+            store, shelf, memory, write_through=write_through, admission=admission
+        )
         self.promotion = Promotion(store, shelf, memory)
         self.hit_chunks = 0
         """That matches found here and not in memory."""
@@ -171,6 +182,7 @@ class Ssd:
                 "hit_chunks": self.hit_chunks,
                 "skipped_chunks": self.skipped_chunks,
                 "unsaved_chunks": self.unsaved_chunks,
+                "declined_chunks": self.demotion.declined_chunks,
                 "promoted_chunks": self.promotion.promoted_chunks,
                 "failed_chunks": self.promotion.failed_chunks,
                 "evicted_chunks": self.shelf.evicted_chunks,

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvpool.store.eviction.admission import DEFAULT_ADMISSION, Admission, make_admission
+from kvpool.store.eviction.base import Policy
 from kvpool.store.index import LINKED, ROOT
 from kvpool.store.leases import Lease
 from kvpool.store.namespaces import KnownNamespace
@@ -50,8 +52,22 @@ class _Writing:
 class Demotion:
     """Moves chunks of `store` to `shelf`."""
 
-    def __init__(self, store: Store, shelf: Shelf, memory: Memory, *, write_through: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        shelf: Shelf,
+        memory: Memory,
+        *,
+        write_through: bool,
+        admission: str = DEFAULT_ADMISSION,
+    ) -> None:
+        """`admission` says which of the chunks that leave memory are worth writing back."""
         self.write_through = write_through
+        self.declined_chunks = 0
+        """Not worth writing, as the admission sees it."""
+        self._admission = admission
+        self._admissions: dict[Policy, Admission] = {}
+        self._declined: dict[Policy, set[bytes]] = {}
         self._store = store
         self._shelf = shelf
         self._memory = memory
@@ -93,10 +109,33 @@ class Demotion:
             return
         figures = store.allocator.statistics()
         if figures.free_bytes * AHEAD_SHARE < figures.capacity_bytes:
-            for policy in store.policies.values():
-                if not all(map(self._write_chain, policy.victims(AHEAD_ROWS).tolist())):
-                    return
+            rows = [row for policy in store.policies.values() for row in self._leaving(policy)]
+            if not all(map(self._write_chain, rows)):
+                return
         self._seen = changes
+
+    def _leaving(self, policy: Policy) -> list[int]:
+        """What is next to be evicted, is not written yet and is worth it."""
+        index, known = self._store.index, self._store.namespaces
+        victims = {row: index.key_bytes(row) for row in policy.victims(AHEAD_ROWS).tolist()}
+        dirty = [
+            row
+            for row, key in victims.items()
+            if key not in self._writing and self._missing(known[index.namespace_at[row]], row, key)
+        ]
+        old = self._declined.get(policy, set())
+        asked = [row for row in dirty if victims[row] not in old]
+        worth = dict.fromkeys(dirty, False)
+        if asked:
+            admission = self._admissions.get(policy)
+            if admission is None:
+                admission = self._admissions[policy] = make_admission(self._admission, policy)
+            answers = admission.admits(np.array(asked, np.int32)).tolist()
+            worth.update(zip(asked, answers, strict=True))
+            self.declined_chunks += answers.count(False)
+        # Who is used again is no victim for a while, and is asked again afterwards.
+        self._declined[policy] = {victims[row] for row in dirty if not worth[row]}
+        return [row for row in dirty if worth[row]]
 
     def flush(self) -> bool:
         """Starts to write everything that is not there yet, as far as the queue has room; True if

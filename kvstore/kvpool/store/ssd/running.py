@@ -40,12 +40,20 @@ class SsdTiers:
     """
 
     def __init__(
-        self, path: str, capacity: int, *, chunks: int, write_through: bool, health: Health
+        self,
+        path: str,
+        capacity: int,
+        *,
+        chunks: int,
+        write_through: bool,
+        admission: str,
+        health: Health,
     ) -> None:
         self._path = path
         self._capacity = capacity
         self._chunks = chunks
         self._write_through = write_through
+        self._admission = admission
         self._health = health
         self._running: list[_Running] = []
 
@@ -64,6 +72,7 @@ class SsdTiers:
                 _memory_of(domain),
                 seed=int.from_bytes(os.urandom(8), "little"),
                 write_through=self._write_through,
+                admission=self._admission,
                 clock=time.monotonic,
             )
             self._running.append(_Running(domain, ssd, lanes, found.opened))

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from kvpool.proto.errors import KvpoolError
+from kvpool.store.eviction import make_policy
+from kvpool.store.eviction.admission import DEFAULT_ADMISSION, make_admission
 from kvpool.store.namespaces import KnownNamespace
 from kvpool.store.ssd.attached import Ssd
 from kvpool.store.ssd.check import open_space
@@ -64,9 +66,15 @@ def attach(
     *,
     seed: int,
     write_through: bool,
+    admission: str = DEFAULT_ADMISSION,
     clock: Callable[[], float],
 ) -> Ssd:
-    """The tier of `found` below `store`, serving what was there."""
+    """The tier of `found` below `store`, serving what was there.
+
+    Raises `ConfigError` for an admission that the store's policy cannot answer.
+    """
+    policy = store.options.policy
+    make_admission(admission, make_policy(policy, 1, lambda rows: rows < 0))
     opened, identity = found.opened, found.opened.identity
     space = Space(opened.count, identity.file_bytes, identity.segment_bytes, identity.block_bytes)
     access = opened.access
@@ -83,7 +91,7 @@ def attach(
     known = _known_spaces(store, shelf, found.spaces)
     _load(shelf, found, known)
     store.skip_generations(shelf.newest_generation())
-    ssd = Ssd(store, shelf, memory, write_through=write_through)
+    ssd = Ssd(store, shelf, memory, write_through=write_through, admission=admission)
     ssd.facts = {
         **asdict(access),
         "path": str(opened.folder.path),
