@@ -199,6 +199,11 @@ class Children:
             if time.monotonic() > self.deadline:
                 raise ChildError(f"the {child.name} process took too long; see --timeout")
 
+    def kill(self, child: Child) -> None:
+        """Ends `child` at once, as kill -9 does; it is none of ours any more."""
+        self._children.remove(child)
+        child.reap(0.0)
+
     def check(self) -> None:
         """Raises `KeyboardInterrupt` if we are to stop."""
         if self._interrupted:

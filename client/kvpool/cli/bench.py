@@ -94,6 +94,27 @@ def engine(engine: str, python: str, lengths: tuple[int, ...], pairs: int, as_js
         click.echo(line)
 
 
+@bench.command()
+@click.option("--loops", default=20, show_default=True, help="Daemons that are killed.")
+@click.option("--seed", default=0, show_default=True, help="Of the moments and the chunks.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+@click.pass_context
+def torture(ctx: click.Context, loops: int, seed: int, as_json: bool) -> None:
+    """Kill -9 a daemon with an SSD under load, again and again, and check all that it announced.
+
+    Exits with 1 if a byte was wrong or a chunk that was announced is lost.
+    """
+    from kvpool.bench import torture as bench_torture
+    from kvpool.cli.store import show
+
+    result = bench_torture.run(loops, seed, _progress)
+    _progress("")
+    lines = [f"{name} {value}" for name, value in result.items()]
+    show(as_json, result, lambda: lines)
+    if result["wrong"] or result["lost"]:
+        ctx.exit(1)
+
+
 class _List(click.ParamType[Any]):
     """Values between commas."""
 

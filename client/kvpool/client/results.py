@@ -260,3 +260,5 @@ class Explanation:
     pins: int
     age_s: float
     children: int
+    durable: bool = False
+    """All of it is on the SSD: it would survive the daemon."""

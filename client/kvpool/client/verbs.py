@@ -128,6 +128,7 @@ def _explanations(namespace: Namespace, keys: bytes, told: wire.Explained) -> li
         column(told.pins, "<u4"),
         column(told.age_ms, "<u8"),
         column(told.children, "<u4"),
+        told.durable or bytes(len(told.outcomes)),  # an older daemon does not say
         strict=True,
     )
     return [
@@ -142,8 +143,18 @@ def _explanations(namespace: Namespace, keys: bytes, told: wire.Explained) -> li
             pins=pins,
             age_s=age_ms / 1000,
             children=children,
+            durable=bool(durable),
         )
-        for i, (outcome, reason, tier, nbytes, parts, leases, pins, age_ms, children) in enumerate(
-            rows
-        )
+        for i, (
+            outcome,
+            reason,
+            tier,
+            nbytes,
+            parts,
+            leases,
+            pins,
+            age_ms,
+            children,
+            durable,
+        ) in enumerate(rows)
     ]

@@ -76,6 +76,7 @@ def explained(found: Sequence[Explanation]) -> wire.Explained:
         pins=np.array([e.pins for e in found], "<u4").tobytes(),
         age_ms=np.array([e.age_s * 1000 for e in found]).astype("<u8").tobytes(),
         children=np.array([e.children for e in found], "<u4").tobytes(),
+        durable=bytes(e.durable for e in found),
     )
 
 

@@ -111,6 +111,8 @@ class Explanation:
     children: int = 0
     on_ssd: bool = False
     """And not in memory."""
+    durable: bool = False
+    """All of it is on the SSD: it would survive the process."""
 
 
 @dataclass(slots=True)

@@ -510,10 +510,8 @@ class Store:
         if self.ssd is None:
             return found
         ssd = self.ssd
-        return [
-            (None if one.parts else ssd.explain(known, key)) or one
-            for one, key in zip(found, split_keys(keys), strict=True)
-        ]
+        both = zip(found, split_keys(keys), strict=True)
+        return [ssd.explain(known, key, one) for one, key in both]
 
     def keys(
         self, session: StoreSession, namespace: int = 0, cursor: int = 0, limit: int = 1000

@@ -465,7 +465,7 @@ class Explain(_message.Message):
     def __init__(self, namespace: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
 
 class Explained(_message.Message):
-    __slots__ = ("outcomes", "reasons", "tiers", "nbytes", "parts", "leases", "pins", "age_ms", "children")
+    __slots__ = ("outcomes", "reasons", "tiers", "nbytes", "parts", "leases", "pins", "age_ms", "children", "durable")
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     REASONS_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
@@ -475,6 +475,7 @@ class Explained(_message.Message):
     PINS_FIELD_NUMBER: _ClassVar[int]
     AGE_MS_FIELD_NUMBER: _ClassVar[int]
     CHILDREN_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
     outcomes: bytes
     reasons: bytes
     tiers: bytes
@@ -484,7 +485,8 @@ class Explained(_message.Message):
     pins: bytes
     age_ms: bytes
     children: bytes
-    def __init__(self, outcomes: _Optional[bytes] = ..., reasons: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., nbytes: _Optional[bytes] = ..., parts: _Optional[bytes] = ..., leases: _Optional[bytes] = ..., pins: _Optional[bytes] = ..., age_ms: _Optional[bytes] = ..., children: _Optional[bytes] = ...) -> None: ...
+    durable: bytes
+    def __init__(self, outcomes: _Optional[bytes] = ..., reasons: _Optional[bytes] = ..., tiers: _Optional[bytes] = ..., nbytes: _Optional[bytes] = ..., parts: _Optional[bytes] = ..., leases: _Optional[bytes] = ..., pins: _Optional[bytes] = ..., age_ms: _Optional[bytes] = ..., children: _Optional[bytes] = ..., durable: _Optional[bytes] = ...) -> None: ...
 
 class Keys(_message.Message):
     __slots__ = ("namespace", "cursor", "limit")

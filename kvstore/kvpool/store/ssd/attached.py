@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from kvpool.proto.keys import KEY_BYTES
@@ -133,14 +133,15 @@ class Ssd:
 
     # ---- looking in
 
-    def explain(self, known: KnownNamespace, key: bytes) -> Explanation | None:
-        """What is known of a chunk that is not in memory; None if it is not here either."""
-        if known.id not in self.shelf.known:
-            return None
-        index, row = self.shelf.index, self.shelf.find(known, key)
+    def explain(self, known: KnownNamespace, key: bytes, found: Explanation) -> Explanation:
+        """What is known of a chunk of which memory says `found`."""
+        row = self.shelf.find(known, key) if known.id in self.shelf.known else NO_ROW
         if row == NO_ROW:
-            return None
+            return found
+        index = self.shelf.index
         linked, parts = index.state_at[row] == LINKED, index.resident_at[row]
+        if found.parts:
+            return replace(found, durable=linked and not found.parts & ~parts)
         return Explanation(
             Outcome.HIT if linked else Outcome.MISS,
             Reason.UNKNOWN if linked else Reason.ORPHAN,
@@ -149,6 +150,7 @@ class Ssd:
             index.leases_at[row],
             children=index.children_at[row],
             on_ssd=True,
+            durable=linked,
         )
 
     def trouble(self) -> str:
