@@ -61,7 +61,6 @@ ALLOWED: Mapping[str, frozenset[str]] = {
         {
             "bench/kvpool/bench/vllm_engine.py",
             "client/kvpool/client/engines/vllm/connector.py",
-            "client/kvpool/client/engines/vllm/plan.py",
             "client/kvpool/client/engines/vllm/tier.py",
         }
     ),

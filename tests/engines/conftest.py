@@ -13,7 +13,11 @@ import pytest
 
 from tests.engines import sglang_import
 
-_NEEDS = {"test_hf*.py": "transformers", "test_sglang*.py": "sglang"}
+_NEEDS = {
+    "test_hf*.py": "transformers",
+    "test_sglang*.py": "sglang",
+    "test_vllm_memory.py": "torch",
+}
 _ENGINES = Path(__file__).resolve().parents[2] / ".ci" / "engines"
 
 collect_ignore_glob = [pattern for pattern, engine in _NEEDS.items() if find_spec(engine) is None]

@@ -240,7 +240,7 @@ def test_a_full_store_evicts_or_refuses_and_costs_no_token(world: World) -> None
 
 def namespace(world: World) -> Namespace:
     """The engine's own."""
-    (space,) = [n for n in world.store.namespaces if n.salt == "none"]
+    (space,) = [n for n in world.store.namespaces if n.salt == "none" and n.revision != "other"]
     return space
 
 
@@ -309,6 +309,9 @@ def test_what_a_request_says_of_its_future_reaches_the_store(world: World) -> No
 
 def test_updated_weights_clear_what_the_old_ones_have_stored(world: World) -> None:
     tokens, _ = world.stored()
+    session = world.store.client.open(namespace(world))
+    with session.match(tokens) as match:
+        assert match.chunks == USABLE // CHUNK
     assert world.vllm.ask("clear")["cleared"]
-    assert world.store.chunks == 0
+    assert not session.match(tokens).chunks
     assert world.hits(lambda: world.vllm.generate(tokens)) == 0

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
@@ -14,11 +16,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvpool.client.engines.vllm import version
 from kvpool.client.engines.vllm.identity import Identity
+from kvpool.client.engines.vllm.memory import memory_of
 from kvpool.client.engines.vllm.plan import Plan
 from kvpool.client.engines.vllm.scheduler import DEADLINE_S as LOOKUP_S
 from kvpool.client.engines.vllm.scheduler import SchedulerSide
 from kvpool.client.engines.vllm.settings import Sessions, Settings
 from kvpool.client.engines.vllm.worker import DEADLINE_S, Rank, WorkerSide
+from kvpool.proto.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata(KVConnectorMetadata):
+    """What vLLM carries from its scheduler to its workers with every step."""
+
+    plan: Plan
 
 
 class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
@@ -37,8 +48,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         identity = Identity.of(
             vllm_config, kv_cache_config, chunk_tokens=settings.chunk_tokens, version=version()
         )
+        self._identity = identity
         self._synchronous = settings.load == "sync" and not identity.hybrid
-        self._hybrid = identity.hybrid
         self._bad_blocks: set[int] = set()
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
@@ -72,8 +83,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Plan:
-        return self._scheduler.plan(scheduler_output)
+    def build_connector_meta(self, scheduler_output: Any) -> Metadata:
+        return Metadata(self._scheduler.plan(scheduler_output))
 
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -91,9 +102,16 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
     # ---- the workers' side
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        config = self._kv_cache_config
-        layers = [config.kv_cache_groups[n].layer_names for n in config.transfer_group_ids]
-        self._worker.register(kv_caches, layers, config.num_blocks)
+        """Raises `ConfigError` for caches that are not what the configuration says."""
+        config, memories = self._kv_cache_config, {}
+        for group in self._identity.groups:
+            names = config.kv_cache_groups[group.number].layer_names
+            expected = group.layers[self._worker.rank.stage]
+            if len(names) != expected:
+                raise ConfigError(f"{len(names)} layers are here where {expected} were expected")
+            tensors = [kv_caches[name] for name in names]
+            memories[group.number] = memory_of(tensors, config.num_blocks, group.page_bytes)
+        self._worker.register(memories)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._synchronous:
@@ -115,10 +133,11 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         loaded = self._worker.loaded()
         bad = {name: blocks for name, blocks in loaded.items() if blocks}
-        if not self._hybrid:
+        if not self._identity.hybrid:
             self._bad_blocks.update(*bad.values())
         return KVConnectorTransferResults(
-            finished_recving=set(loaded), failed_recving=set(bad) if self._hybrid else set()
+            finished_recving=set(loaded),
+            failed_recving=set(bad) if self._identity.hybrid else set(),
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -127,9 +146,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _plan(self) -> Plan:
-        plan = self._get_connector_metadata()
-        assert isinstance(plan, Plan)
-        return plan
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Metadata)
+        return metadata.plan
 
     def shutdown(self) -> None:
         if self.role == KVConnectorRole.SCHEDULER:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-
 from kvpool.client.engines.vllm.identity import Variant
 
 Tables = tuple[tuple[int, ...], ...]
@@ -41,7 +39,7 @@ class Save:
 
 
 @dataclass(slots=True)
-class Plan(KVConnectorMetadata):
+class Plan:
     """For one step of the engine."""
 
     loads: list[Load] = field(default_factory=list)

@@ -7,16 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 
 from kvpool.client import Match, Session
 from kvpool.client.engines.vllm.identity import Group, Identity, part_name, plane_name
-from kvpool.client.engines.vllm.memory import Memory, memory_of
+from kvpool.client.engines.vllm.memory import Memory
 from kvpool.client.engines.vllm.plan import Load, Plan, Save
 from kvpool.client.engines.vllm.settings import Sessions
-from kvpool.proto.errors import ConfigError, KvpoolError
+from kvpool.proto.errors import KvpoolError
 from kvpool.transfer.copying import Bytes
 
 log = logging.getLogger("kvpool.vllm")
@@ -46,27 +45,18 @@ class WorkerSide:
         """`waits`: a step ends only when what it saves is stored."""
         self._identity = identity
         self._sessions = sessions
-        self._rank = rank
+        self.rank = rank
         self._waits = waits
-        self._memories: dict[int, Memory] = {}
+        self._memories: Mapping[int, Memory] = {}
         self._loader = ThreadPoolExecutor(2, "kvpool-load")
         self._saver = ThreadPoolExecutor(1, "kvpool-save")
         self._staging = Staging(STAGED_BYTES)
         self._loading: dict[str, Future[set[int]]] = {}
         self._failed: set[int] = set()
 
-    def register(
-        self, tensors: Mapping[str, Any], layers: Sequence[Sequence[str]], blocks: int
-    ) -> None:
-        """`layers`: the names of this worker's layers by group. Raises `ConfigError`."""
-        for group, names in zip(self._identity.groups, layers, strict=True):
-            if len(names) != group.layers[self._rank.stage]:
-                raise ConfigError(
-                    f"stage {self._rank.stage} has {len(names)} layers where "
-                    f"{group.layers[self._rank.stage]} were expected"
-                )
-            found = [tensors[name] for name in names]
-            self._memories[group.number] = memory_of(found, blocks, group.page_bytes)
+    def register(self, memories: Mapping[int, Memory]) -> None:
+        """The pages of this worker's layers by group. REQUIRES: before all other calls."""
+        self._memories = memories
 
     # ---- loading
 
@@ -121,7 +111,7 @@ class WorkerSide:
     ) -> int:
         """The token up to which everything came."""
         size, memory = self._identity.chunk_tokens, self._memories[group.number]
-        layers = range(group.layers[self._rank.stage])
+        layers = range(group.layers[self.rank.stage])
         per_chunk = size // group.block_tokens
         for wanted, run in groupby(_pieces(load, size, group, blocks), key=lambda p: p.positions):
             pieces = list(run)
@@ -148,7 +138,7 @@ class WorkerSide:
 
     def save(self, plan: Plan) -> None:
         """Copies what `plan` saves, so that its blocks may be used again, and publishes it."""
-        if not self._rank.publishes:
+        if not self.rank.publishes:
             return
         saving = [self._publish(save) for save in plan.saves]
         if self._waits:
@@ -159,7 +149,7 @@ class WorkerSide:
         for group, blocks in zip(self._identity.groups, save.blocks, strict=True):
             per_chunk = self._identity.chunk_tokens // group.block_tokens
             memory = self._memories[group.number]
-            nbytes = group.layers[self._rank.stage] * per_chunk * group.page_bytes
+            nbytes = group.layers[self.rank.stage] * per_chunk * group.page_bytes
             for number in range(len(blocks) // per_chunk):
                 mine = blocks[number * per_chunk : (number + 1) * per_chunk]
                 if NULL in mine:  # out of a sliding window already
@@ -185,7 +175,7 @@ class WorkerSide:
             self._staging.give(staged)
 
     def _part(self, group: Group) -> str:
-        return part_name(group.number, self._rank.stage, self._rank.shard)
+        return part_name(group.number, self.rank.stage, self.rank.shard)
 
     def close(self) -> None:
         """Publishes what waits, within the deadline of each, and disconnects."""
