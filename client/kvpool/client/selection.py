@@ -68,7 +68,10 @@ def select_chunks(
     if layers is None:
         planes = tuple(range(len(part.planes)))
     else:
-        planes = tuple(part.plane_index(name) for name in layers)
+        numbers = {plane.name: number for number, plane in enumerate(part.planes)}
+        planes = tuple(
+            numbers[name] if name in numbers else part.plane_index(name) for name in layers
+        )
         if not planes:
             raise InvalidError("an empty list of layers was asked for; None means all")
     if start == end:
