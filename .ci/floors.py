@@ -50,6 +50,7 @@ BELOW_LAZILY = {
 ALLOWED: Mapping[str, frozenset[str]] = {
     "torch": frozenset(
         {
+            "bench/kvpool/bench/hf_engine.py",
             "bench/kvpool/bench/gguf_model.py",
             "client/kvpool/client/engines/hf.py",
             "client/kvpool/client/engines/sglang.py",
@@ -66,7 +67,11 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     ),
     "lmdb": frozenset({"kvstore/kvpool/store/ssd/lmdb_catalogue.py"}),
     "transformers": frozenset(
-        {"bench/kvpool/bench/gguf_model.py", "client/kvpool/client/engines/hf.py"}
+        {
+            "bench/kvpool/bench/gguf_model.py",
+            "bench/kvpool/bench/hf_engine.py",
+            "client/kvpool/client/engines/hf.py",
+        }
     ),
     "sglang": frozenset({"client/kvpool/client/engines/sglang.py"}),
     "redis": frozenset(),

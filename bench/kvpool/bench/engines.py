@@ -32,8 +32,10 @@ def run(
     """A row per length and case. `python` is the interpreter that has the engine's library."""
     if engine == "vllm":
         from kvpool.bench.vllm_bench import samples
+    elif engine == "hf":
+        from kvpool.bench.hf_bench import samples
     else:
-        raise ConfigError(f"no engine {engine!r}; there is: vllm")
+        raise ConfigError(f"no engine {engine!r}; there are: hf, vllm")
     return rows(engine, samples(python, lengths, pairs, progress))
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from kvpool import bench, client, proto, transfer
+from kvpool.bench.children import ChildError
+from kvpool.bench.model import fetch_model
 
 
 def environment(python: str, **more: str) -> dict[str, str]:
@@ -30,3 +34,18 @@ def vllm_environment(python: str) -> dict[str, str]:
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",
     )
+
+
+def converted_model(python: str, progress: Callable[[str], None]) -> str:
+    """The folder of SmolLM2-135M in bfloat16, made of its GGUF file once. Raises `ChildError`."""
+    file = fetch_model()
+    folder = file.with_name(f"{file.stem}-bfloat16")
+    if not folder.is_dir():
+        progress("the model is converted, once")
+        command = [python, "-m", "kvpool.bench.gguf_model", str(file), str(folder)]
+        done = subprocess.run(
+            command, env=environment(python), capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise ChildError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+    return str(folder)

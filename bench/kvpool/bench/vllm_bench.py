@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -11,8 +10,7 @@ import numpy as np
 
 from kvpool.bench.children import Child, ChildError, Children
 from kvpool.bench.engines import Sample
-from kvpool.bench.foreign import environment, vllm_environment
-from kvpool.bench.model import fetch_model
+from kvpool.bench.foreign import converted_model, vllm_environment
 from kvpool.bench.processes import running_daemon
 from kvpool.bench.vllm_engine import Setup
 from kvpool.client import Client, connect
@@ -30,7 +28,7 @@ def samples(
 ) -> Iterator[Sample]:
     """Pairs of "no store" with "miss", and of "hit" (after a restart of the engine) with "local
     hit" (vLLM's own prefix cache, the lower bound)."""
-    model = _model(python, progress)
+    model = converted_model(python, progress)
     entropy = np.random.default_rng()
     prompts = {n: entropy.integers(0, VOCABULARY, (pairs, n)).tolist() for n in lengths}
     rounds = [(length, prompts[length][pair]) for pair in range(pairs) for length in lengths]
@@ -103,18 +101,3 @@ def _published(client: Client, chunks: int) -> None:
         if time.monotonic() > end:
             raise ChildError(f"the engine did not publish its chunks within {PUBLISHED_S:g} s")
         time.sleep(0.01)
-
-
-def _model(python: str, progress: Callable[[str], None]) -> str:
-    """The folder of the model, made of its GGUF file once."""
-    file = fetch_model()
-    folder = file.with_name(f"{file.stem}-bfloat16")
-    if not folder.is_dir():
-        progress("the model is converted, once")
-        command = [python, "-m", "kvpool.bench.gguf_model", str(file), str(folder)]
-        done = subprocess.run(
-            command, env=environment(python), capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise ChildError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
-    return str(folder)

@@ -71,7 +71,7 @@ def transfer(
 
 
 @bench.command()
-@click.option("--engine", type=click.Choice(["vllm"]), required=True, help="Which one.")
+@click.option("--engine", type=click.Choice(["hf", "vllm"]), required=True, help="Which one.")
 @click.option(
     "--python",
     type=click.Path(exists=True, dir_okay=False),
