@@ -28,7 +28,7 @@ class Engine:
 
         torch.set_num_threads(1)  # threads that share cores with others spin
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        identity = {"name": "SmolLM2-135M", "revision": "bench"}
+        identity: dict[str, Any] = {"name": "SmolLM2-135M", "revision": "bench"}
         self._engines = {
             True: hf.Engine(self._model, connect(address), **identity),
             False: hf.Engine(self._model, None, **identity),
