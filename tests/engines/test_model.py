@@ -1,6 +1,5 @@
-"""The adapters for transformers and SGLang where their libraries are, and with a real model."""
+"""The adapter for transformers with a real model."""
 
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,25 +12,15 @@ from kvpool.bench.processes import running_daemon
 
 pytestmark = pytest.mark.engines
 
-TREE = Path(__file__).resolve().parents[2]
+ENGINES = Path(__file__).resolve().parents[2] / ".ci" / "engines"
 PROMPT = [(7 * token) % 40_000 + 100 for token in range(300)]
 
 
 @pytest.fixture(scope="session")
 def python() -> str:
-    """The interpreter of the environment of both libraries, which is built if need be."""
-    built = subprocess.run([TREE / ".ci/engines", "sglang"], stdout=subprocess.PIPE, check=True)
+    """The interpreter that has transformers and SGLang, whose environment is built if need be."""
+    built = subprocess.run([ENGINES, "sglang"], stdout=subprocess.PIPE, check=True)
     return built.stdout.decode().strip()
-
-
-@pytest.mark.parametrize("adapter", ["hf", "sglang"])
-def test_an_adapter_passes_its_tests_where_its_library_is(python: str, adapter: str) -> None:
-    command = [python, "-m", "pytest", "-q", f"tests/engines/test_{adapter}.py"]
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        command, cwd=TREE, env={**clean, "OMP_NUM_THREADS": "1"}, capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stdout.decode()[-3000:]
 
 
 def test_a_real_model_says_the_same_after_a_restart_of_the_engine(python: str) -> None:
