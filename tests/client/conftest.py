@@ -1,10 +1,14 @@
 """Places to connect to. The daemon is one for all tests: each uses a namespace of its own."""
 
+import asyncio
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 
-from tests.client.stores import CARRIERS, EVERY_CARRIER, Place
+from kvpool.client import Client, connect, connect_async
+from tests.client.scripted import Connect, ScriptedDaemon
+from tests.client.stores import CARRIERS, EVERY_CARRIER, Blocking, Place
 from tests.store.daemons import RunningDaemon, running
 
 
@@ -38,3 +42,31 @@ def unix(daemon: RunningDaemon) -> Iterator[Place]:
     made = Place("unix", daemon)
     yield made
     made.close()
+
+
+@pytest.fixture
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedDaemon]:
+    daemon = ScriptedDaemon(tmp_path_factory.mktemp("s"))
+    yield daemon
+    daemon.reading.set()
+    daemon.close()
+
+
+@pytest.fixture(params=["blocking", "async"])
+def dial(request: pytest.FixtureRequest) -> Iterator[Connect]:
+    """Connects in both ways; everything is closed at the end."""
+    loop = asyncio.new_event_loop()
+    clients: list[Any] = []
+
+    def to(address: str, **options: Any) -> Client:
+        if request.param == "blocking":
+            clients.append(connect(address, **options))
+        else:
+            clients.append(Blocking(connect_async(address, **options), loop))
+        return cast(Client, clients[-1])
+
+    yield to
+    for client in clients:
+        client.close()
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from kvpool.client import LocalStore
+from kvpool.client import Client, LocalStore
 from kvpool.proto import frames
 from kvpool.proto import session as protocol
 from kvpool.proto import wire_pb2 as wire
@@ -23,6 +23,10 @@ Answer = Message | bytes | None
 """A message; raw bytes to send instead of a frame; None for nothing at all."""
 Script = Callable[[wire.Request, Callable[[], Answer]], Answer]
 """Given a request and what the service would answer."""
+
+
+Connect = Callable[..., Client]
+"""Connects to an address, blocking or async: what the fixture `dial` gives."""
 
 
 class Hang(Exception):

@@ -99,7 +99,7 @@ def test_a_cancelled_task_gives_nothing_back_while_a_thread_still_copies(
 ) -> None:
     nbytes = 1 << 20
     running, go_on = threading.Event(), threading.Event()
-    slowed = "deliver" if operation == "pull" else "fill"
+    slowed = "deliver" if operation == "pull" else "write_payload"
     original = getattr(PartFormat, slowed)
 
     def slow(*args: Any) -> Any:

@@ -233,13 +233,13 @@ def test_a_publish_that_misses_its_deadline_leaves_nothing(
 ) -> None:
     client = mapped.connect()
     session = client.open(namespace())
-    fill = PartFormat.fill
+    write = PartFormat.write_payload
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any) -> Any:
         time.sleep(0.03)
-        fill(*args)
+        return write(*args)
 
-    monkeypatch.setattr(PartFormat, "fill", slow)
+    monkeypatch.setattr(PartFormat, "write_payload", slow)
     published = session.publish(prompt(CHUNKS), list(kv(CHUNKS)), deadline_s=0.1)
     assert published.outcomes.tolist() == [Outcome.UNREACHABLE] * CHUNKS
     assert "deadline" in published.text
@@ -261,7 +261,7 @@ def test_an_exception_in_a_copy_reaches_the_caller_and_frees_everything(
         session.pull(match, np.zeros_like(kv(CHUNKS)))
     match.release()
     monkeypatch.undo()
-    monkeypatch.setattr(PartFormat, "fill", broken)
+    monkeypatch.setattr(PartFormat, "write_payload", broken)
     with pytest.raises(MemoryError):
         session.publish(prompt(1, seed=1), list(kv(1)))
     monkeypatch.undo()

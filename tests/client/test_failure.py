@@ -3,13 +3,13 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvpool.client import Client, Outcome, Session, connect, connect_async
+from kvpool.client import Outcome, Session, connect, connect_async
 from kvpool.client.pacing import Backoff
 from kvpool.proto import frames
 from kvpool.proto import session as protocol
@@ -29,6 +29,7 @@ from kvpool.proto.errors import (
 from tests.client.samples import kv, namespace, opaque, prompt
 from tests.client.scripted import (
     Answer,
+    Connect,
     Script,
     ScriptedDaemon,
     half,
@@ -37,43 +38,11 @@ from tests.client.scripted import (
     never,
     says,
 )
-from tests.client.stores import Blocking
 from tests.store.daemons import eventually
 
 SOON = 2.0
 """Seconds that a call with a short deadline may take on a busy machine."""
 SHORT = 0.1
-
-
-@pytest.fixture
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedDaemon]:
-    daemon = ScriptedDaemon(tmp_path_factory.mktemp("s"))
-    yield daemon
-    daemon.reading.set()
-    daemon.close()
-
-
-Connect = Callable[..., Client]
-
-
-@pytest.fixture(params=["blocking", "async"])
-def dial(request: pytest.FixtureRequest) -> Iterator[Connect]:
-    """Connects in both ways; everything is closed at the end."""
-    loop = asyncio.new_event_loop()
-    clients: list[Any] = []
-
-    def to(address: str, **options: Any) -> Client:
-        if request.param == "blocking":
-            clients.append(connect(address, **options))
-        else:
-            clients.append(Blocking(connect_async(address, **options), loop))
-        return cast(Client, clients[-1])
-
-    yield to
-    for client in clients:
-        client.close()
-    loop.run_until_complete(loop.shutdown_default_executor())
-    loop.close()
 
 
 def rest() -> None:

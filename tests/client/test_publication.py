@@ -268,14 +268,14 @@ def test_an_extent_is_not_given_back_while_somebody_writes_to_it(
     entered, go_on = threading.Event(), threading.Event()
     publication = session.publication(prompt(1))
     form = type(publication.state.form)
-    fill = form.fill
+    write = form.write_payload
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any) -> Any:
         entered.set()
         assert go_on.wait(10)
-        fill(*args)
+        return write(*args)
 
-    monkeypatch.setattr(form, "fill", slow)
+    monkeypatch.setattr(form, "write_payload", slow)
     writer = threading.Thread(target=publication.write, args=(0, kv(1)[0]))
     writer.start()
     assert entered.wait(10)

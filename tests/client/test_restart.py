@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from kvpool.client import Client, Outcome, Session, connect, connect_async
+from kvpool.client.extents import PartFormat
 from kvpool.proto.errors import UnreachableError
-from tests.client.samples import kv, namespace, prompt
+from tests.client.samples import kv, namespace, opaque, prompt
 from tests.store.daemons import RunningDaemon, eventually
 
 DEADLINE_S = 0.4
@@ -127,6 +128,36 @@ def test_clients_of_a_killed_daemon_go_on_with_the_next_one(life: Life, carrier:
         old.release()
         publication.abort()
         eventually(lambda: _leases(client) == 0, "nothing of the old life is held")
+
+
+@pytest.mark.parametrize("at", [1, 9, 41])
+def test_a_daemon_killed_amid_a_publish_is_told_by_the_outcomes(
+    life: Life, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """Requests are under way at that moment: room for the next batch, the commit of the last."""
+    write, written = PartFormat.write_payload, [0]
+
+    def kill(*args: Any) -> Any:
+        written[0] += 1
+        if written[0] == at:
+            life.daemon.kill()
+        return write(*args)
+
+    with connect(life.daemon.address) as client:
+        session = client.open(namespace(opaque(nbytes=64)))
+        tokens, stored = prompt(80), [bytes([chunk]) * 64 for chunk in range(80)]
+        with monkeypatch.context() as patched:
+            patched.setattr(PartFormat, "write_payload", kill)
+            published = bounded(lambda: session.publish(tokens, stored))
+        lost = {Outcome.STALE_EPOCH, Outcome.UNREACHABLE}
+        sure = max(0, at - 1 - 32)  # the last commit before the kill may not have been answered
+        assert set(published.outcomes[:sure]) <= {Outcome.OK}
+        assert set(published.outcomes[sure : at - 1]) <= {Outcome.OK, *lost}
+        assert set(published.outcomes[at - 1 :]) <= lost and published.text
+        assert published.nbytes == 64 * int((published.outcomes == Outcome.OK).sum())
+        life.again()
+        eventually(lambda: session.publish(tokens, stored).stored, "it goes on")
+        assert _leases(client) == 0
 
 
 def test_a_restart_between_two_calls_is_not_noticed(life: Life) -> None:

@@ -58,7 +58,8 @@ def test_a_selection_delivers_what_an_index_would(
         low, high = max(start - chunk * TOKENS, 0), min(end - chunk * TOKENS, TOKENS)
         wanted.append(expected(part, payload, layers, low, high))
         extent = np.zeros(form.extent_bytes, np.uint8)
-        form.fill(extent, KEY, 7, [payload], checksum)
+        sums = form.write_payload(extent, KEY, [payload], checksum)
+        form.write_head(extent, KEY, 7, sums)
         extents.append(extent)
     into: Any = [[np.zeros(plane.size, np.uint8) for plane in chunk] for chunk in wanted]
     flat = np.zeros(sum(plane.size for chunk in wanted for plane in chunk), np.uint8)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from kvpool.client.effects import Call, Channel, Dial, Effect, Pause, Steps, Work
+from kvpool.client.effects import Await, Call, Channel, Dial, Effect, Pause, Post, Steps, Work
 from kvpool.client.keepalive import keep_alive
 from kvpool.client.local import LocalChannel, LocalStore
 from kvpool.client.pacing import PATIENCE_S, left, raise_error
@@ -39,6 +39,7 @@ class AsyncSocketChannel(asyncio.Protocol):
         self._session = protocol.ClientSession()
         self._decoder = frames.FrameDecoder()
         self._waiting: dict[int, asyncio.Future[Message | None]] = {}
+        self._posted: dict[int, asyncio.Future[Message | None]] = {}
         self._pings: deque[asyncio.Future[Message | None]] = deque()
         self._transport: asyncio.Transport | None = None
         self._lost: KvpoolError | None = None
@@ -113,31 +114,58 @@ class AsyncSocketChannel(asyncio.Protocol):
         return self._lost is None
 
     async def call(self, body: Message | None, end: float) -> Message | None:
-        if self.silent:
-            end = min(end, time.monotonic() + PATIENCE_S)
-        seconds = left(end)
-        if self._lost is not None or self._transport is None:
-            raise UnreachableError(f"not connected to {self._address}")
+        if body is not None:
+            return await self.wait(self.post(body, end), end)
+        self._check_connected()
         future: asyncio.Future[Message | None] = self._loop.create_future()
-        request_id = 0
-        if body is None:
-            frame = frames.PING
-            self._pings.append(future)
-        else:
-            request_id, frame = self._session.request(body)
-            self._waiting[request_id] = future
-        timer = self._loop.call_later(seconds, self._late, future)
+        self._pings.append(future)
+        self._write(frames.PING)
+        return await self._awaited(future, end)
+
+    def post(self, body: Message, end: float) -> int:
+        left(end)
+        self._check_connected()
+        request_id, frame = self._session.request(body)
+        self._waiting[request_id] = self._posted[request_id] = self._loop.create_future()
+        self._write(frame)
+        return request_id
+
+    async def wait(self, ticket: int, end: float) -> Message | None:
+        future = self._posted.pop(ticket)
         try:
-            self._transport.write(frame)
-            return await future
+            return await self._awaited(future, end)
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and not future.exception():
                 self._release_orphan(future.result())  # it came in the very same moment
             raise
         finally:
+            if self._waiting.pop(ticket, None) is not None:
+                self._session.abandon(ticket)
+
+    async def _awaited(self, future: asyncio.Future[Message | None], end: float) -> Message | None:
+        if future.done():
+            return future.result()
+        if self.silent:
+            end = min(end, time.monotonic() + PATIENCE_S)
+        timer = self._loop.call_later(left(end), self._late, future)
+        try:
+            return await future
+        finally:
             timer.cancel()
-            if self._waiting.pop(request_id, None) is not None:
-                self._session.abandon(request_id)
+
+    def _check_connected(self) -> None:
+        if self._lost is not None or self._transport is None:
+            raise UnreachableError(f"not connected to {self._address}")
+
+    def drop(self, ticket: int) -> None:
+        self._in_loop(lambda: self._forgo(ticket))
+
+    def _forgo(self, ticket: int) -> None:
+        future = self._posted.pop(ticket, None)
+        self._waiting.pop(ticket, None)
+        self._session.abandon(ticket)
+        if future is not None and not future.cancel() and not future.exception():
+            self._release_orphan(future.result())
 
     def _late(self, future: asyncio.Future[Message | None]) -> None:
         if not future.done():
@@ -188,8 +216,11 @@ class AsyncSocketChannel(asyncio.Protocol):
 class AsyncLocalChannel(LocalChannel):
     """The embedded store under asyncio: its answers are immediate."""
 
-    async def call(self, body: Message | None, end: float) -> Message | None:  # type: ignore[override]
-        return super().call(body, end)
+    async def call(self, body: Message | None, end: float) -> Message | None:
+        return self._answer(body, end)
+
+    async def wait(self, ticket: int, end: float) -> Message | None:
+        return self._kept.pop(ticket)
 
 
 class AwaitingLink:
@@ -228,6 +259,10 @@ class AwaitingLink:
     async def _perform(self, effect: Effect, end: float) -> Any:
         if isinstance(effect, Call):
             return raise_error(await effect.channel.call(effect.body, end))
+        if isinstance(effect, Post):
+            return effect.channel.post(effect.body, end)
+        if isinstance(effect, Await):
+            return raise_error(await effect.channel.wait(effect.ticket, end))
         if isinstance(effect, Work):
             return await work(effect, end)
         if isinstance(effect, Dial):

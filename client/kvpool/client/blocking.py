@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from kvpool.client.effects import Call, Channel, Dial, Effect, Pause, Steps, Work
+from kvpool.client.effects import Await, Call, Channel, Dial, Effect, Pause, Post, Steps, Work
 from kvpool.client.keepalive import keep_alive
 from kvpool.client.local import LocalChannel, LocalStore
 from kvpool.client.pacing import PATIENCE_S, left, raise_error
@@ -23,12 +23,15 @@ from kvpool.proto import session as protocol
 from kvpool.proto.errors import DeadlineError, KvpoolError, UnreachableError
 from kvpool.transfer.stream import Stream, dial
 
+A = TypeVar("A")
 T = TypeVar("T")
 
 STUCK_S = 1.0
 """After a one-way message found no room in the socket, they wait this long, or for a call."""
 REST_S = 1.0
-"""How long the rest of a large one may wait for room."""
+"""How long the rest of a large message may take, once its first byte has moved."""
+LOOK_S = 0.001
+"""What taking a response that has come already may cost, after the deadline."""
 
 _AT_ONCE = int(socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 _WATCHED = select.POLLIN | select.POLLRDHUP
@@ -36,7 +39,10 @@ _CLOSED = select.POLLRDHUP | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class SocketChannel:
-    """Frames over one blocking `Stream`, one request at a time. Thread-safe."""
+    """Frames over one blocking `Stream`, used by one thread at a time. Thread-safe.
+
+    Whoever waits for a response keeps those that come for others.
+    """
 
     def __init__(self, stream: Stream, address: str) -> None:
         self._stream = stream
@@ -45,6 +51,8 @@ class SocketChannel:
         self._address = address
         self._session = protocol.ClientSession()
         self._lock = threading.Lock()
+        self._kept: dict[int, Message] = {}
+        self._dropped: deque[int] = deque()
         self._outbox: deque[bytes] = deque()
         self._stuck_until = 0.0
         self._silent = False
@@ -80,48 +88,84 @@ class SocketChannel:
         return found[0][1] if found else 0
 
     def call(self, body: Message | None, end: float) -> Message | None:
+        return self._alone(self._call, body, end)
+
+    def post(self, body: Message, end: float) -> int:
+        return self._alone(self._send, body, end)
+
+    def wait(self, ticket: int, end: float) -> Message | None:
+        return self._alone(self._receive, ticket, max(end, time.monotonic() + LOOK_S))
+
+    def _alone(self, function: Callable[[A, float], T], argument: A, end: float) -> T:
+        """`function(argument, end)` while no other thread uses the stream."""
         if self._silent:
             end = min(end, time.monotonic() + PATIENCE_S)
         try:
             with _Held(self._lock, end):
-                answer = self._locked_call(body, end)
+                result = function(argument, end)
         finally:
             if self._closing:
                 self._close_if_idle()
-        if self._outbox:
+        if self._outbox or self._dropped:
             self._flush()
-        return answer
+        return result
 
-    def _locked_call(self, body: Message | None, end: float) -> Message | None:
-        if self._lost or self._stream.broken is not None:
-            raise UnreachableError(f"not connected to {self._address}")
+    def _call(self, body: Message | None, end: float) -> Message | None:
+        return self._receive(self._send(body, end), end)
+
+    def _send(self, body: Message | None, end: float) -> int:
+        self._check_connected()
         request_id = self._session.number(body) if body is not None else 0
         try:
-            return self._exchange(request_id, body, end)
+            if self._outbox:
+                self._send_outbox()
+            frame = protocol.request_body(request_id, body) if body is not None else b""
+            self._stream.send(frame, deadline=left(end))
         except BaseException as error:
-            self._session.abandon(request_id)
-            self._silent = isinstance(error, DeadlineError)
-            # Without sense from here on; not closed, because somebody may be copying.
-            self._lost = self._lost or (isinstance(error, KvpoolError) and not self._silent)
+            self._failed(request_id, error)
             raise
+        return request_id
 
-    def _exchange(self, request_id: int, body: Message | None, end: float) -> Message | None:
-        if self._outbox:
-            self._send_outbox()
-        frame = protocol.request_body(request_id, body) if body is not None else b""
-        self._stream.send(frame, deadline=left(end))
-        while True:
-            answer = self._stream.receive(deadline=left(end))
-            self._silent = False
-            if not answer:
-                if body is None:
+    def _receive(self, request_id: int, end: float) -> Message | None:
+        """The response; those to other requests that come before it are kept for them."""
+        try:
+            while request_id not in self._kept:
+                self._check_connected()
+                answer = self._stream.receive(deadline=left(end))
+                self._silent = False
+                if answer:
+                    self._accept(answer)
+                elif not request_id:  # else it is of a ping that came too late
                     return None
-                continue  # a ping that came too late
-            answer_id, message, wanted = self._session.receive(answer)
-            if answer_id == request_id and wanted:
-                return message
-            if not wanted and (orphan := protocol.orphan_release(message)):
-                self._outbox.append(protocol.request_body(0, orphan))
+        except BaseException as error:
+            self._failed(request_id, error)
+            raise
+        return self._kept.pop(request_id)
+
+    def _check_connected(self) -> None:
+        if self._lost or self._stream.broken is not None:
+            raise UnreachableError(f"not connected to {self._address}")
+
+    def _accept(self, answer: bytes) -> None:
+        request_id, message, wanted = self._session.receive(answer)
+        if wanted:
+            self._kept[request_id] = message
+        else:
+            self._release_orphan(message)
+
+    def _release_orphan(self, message: Message | None) -> None:
+        if message is not None and (orphan := protocol.orphan_release(message)):
+            self._outbox.append(protocol.request_body(0, orphan))
+
+    def _failed(self, request_id: int, error: BaseException) -> None:
+        self._session.abandon(request_id)
+        self._silent = isinstance(error, DeadlineError)
+        # Without sense from here on; not closed, because somebody may be copying.
+        self._lost = self._lost or (isinstance(error, KvpoolError) and not self._silent)
+
+    def drop(self, ticket: int) -> None:
+        self._dropped.append(ticket)
+        self._flush()
 
     def notify(self, body: Message, *, vital: bool = True) -> bool:
         if self._lost or self._stream.broken is not None:
@@ -136,12 +180,24 @@ class SocketChannel:
 
     def _flush(self) -> None:
         """Sends the outbox, unless another thread is in a call: then that one will."""
-        while self._outbox and self._lock.acquire(blocking=False):
+        while (self._outbox or self._dropped) and self._lock.acquire(blocking=False):
             try:
+                while self._dropped:
+                    self._forgo(self._dropped.popleft())
                 if not self._send_outbox():
                     return
             finally:
                 self._lock.release()
+
+    def _forgo(self, ticket: int) -> None:
+        """Gives back what was granted, if the response has come; if not, it will be an orphan."""
+        silent = self._silent
+        try:
+            self._release_orphan(self._receive(ticket, time.monotonic() + LOOK_S))
+        except DeadlineError:
+            self._silent = silent  # it was given no time to speak of
+        except KvpoolError:
+            return  # a dead connection has given everything back already
 
     def _send_outbox(self) -> bool:
         """False if the daemon does not read just now."""
@@ -209,6 +265,10 @@ class BlockingLink:
     def _perform(self, effect: Effect, end: float) -> Any:
         if isinstance(effect, Call):
             return raise_error(effect.channel.call(effect.body, end))
+        if isinstance(effect, Post):
+            return effect.channel.post(effect.body, end)
+        if isinstance(effect, Await):
+            return raise_error(effect.channel.wait(effect.ticket, end))
         if isinstance(effect, Work):
             return effect.function(end)
         if isinstance(effect, Dial):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 
-from kvpool.client.effects import Call, Channel, Exclusive, Steps, Work
+from kvpool.client.effects import Await, Call, Channel, Effect, Exclusive, Post, Steps, Work
 from kvpool.client.pacing import Backoff
 from kvpool.client.regions import Regions, receive_regions
 from kvpool.client.streaming import DataLink
@@ -32,6 +32,7 @@ from kvpool.transfer.copying import Bytes
 log = logging.getLogger("kvpool")
 
 M = TypeVar("M", bound=Message | None)
+R = TypeVar("R")
 
 LocalRegions = Callable[[bytes], list[Bytes]]
 """The memory behind an attach token, for a store in this process."""
@@ -104,8 +105,27 @@ class Connection:
 
         Raises what the daemon reports, `UnreachableError` and `ProtocolError`.
         """
+        answer = yield from self._exchange(Call(self.channel, body), kind)
+        self._backoff.succeeded()
+        return answer
+
+    def post(self, body: Message) -> Steps[int]:
+        """One request, whose response is to be had for a ticket: see `Channel.post`."""
+        return (yield from self._exchange(Post(self.channel, body), int))
+
+    def answer(self, ticket: int, kind: type[M]) -> Steps[M]:
+        """The response to what was posted, as from `ask`."""
         try:
-            answer = yield Call(self.channel, body)
+            answer = yield from self._exchange(Await(self.channel, ticket), kind)
+        except BaseException:
+            self.channel.drop(ticket)
+            raise
+        self._backoff.succeeded()
+        return answer
+
+    def _exchange(self, effect: Effect, kind: type[R]) -> Steps[R]:
+        try:
+            answer = yield effect
             if not isinstance(answer, kind):
                 raise ProtocolError(f"the daemon answered with {type(answer).__name__}")
         except KvpoolError as error:
@@ -114,7 +134,6 @@ class Connection:
             if isinstance(error, ProtocolError) or not self.channel.alive:
                 self.retire()
             raise
-        self._backoff.succeeded()
         return answer
 
     def notify(self, body: Message, *, vital: bool = True) -> bool:

@@ -5,6 +5,8 @@ calls (`kvpool.client.blocking`) or by awaiting (`kvpool.client.awaiting`)::
 
     channel = yield Dial()                      a fresh connection
     welcome = yield Call(channel, hello)        one request, its response
+    ticket  = yield Post(channel, reserve)      one request, whose response is wanted later ...
+    room    = yield Await(channel, ticket)      ... and now
     copied  = yield Work(copy, 64 << 20)        a blocking function (a bulk copy)
     yield Exclusive(steps)                      run other steps, one caller at a time
     yield Pause(0.001)                          nothing, for a while
@@ -42,6 +44,23 @@ class Channel(Protocol):
         `ProtocolError`.
         """
 
+    def post(self, body: Message, end: float) -> int:
+        """Sends `body` as `call` does, without waiting for the response: a ticket for it.
+
+        The service handles what comes over one channel in the order in which it was sent. A
+        ticket is awaited once, or dropped; if awaiting it fails, both.
+        """
+
+    def wait(self, ticket: int, end: float) -> Any:
+        """The response to what was posted, as from `call`; one that has come counts even after
+        `end`."""
+
+    def drop(self, ticket: int) -> None:
+        """Nobody wants that response any more: what it grants is given back, now or when it comes.
+
+        From any thread; never raises, never waits for long.
+        """
+
     def notify(self, body: Message, *, vital: bool = True) -> bool:
         """Sends without wanting a response. Never raises, never waits for long.
 
@@ -62,6 +81,22 @@ class Call:
 
     channel: Channel
     body: Message | None
+
+
+@dataclass(slots=True)
+class Post:
+    """Send `body`; the result is a ticket for its response."""
+
+    channel: Channel
+    body: Message
+
+
+@dataclass(slots=True)
+class Await:
+    """Get the response to what was posted. An Error response is raised."""
+
+    channel: Channel
+    ticket: int
 
 
 @dataclass(slots=True)
@@ -95,5 +130,5 @@ class Pause:
     seconds: float
 
 
-Effect = Call | Work | Dial | Exclusive | Pause
+Effect = Call | Post | Await | Work | Dial | Exclusive | Pause
 Steps = Generator[Effect, Any, T]

@@ -22,7 +22,7 @@ from kvpool.proto.chunk import prologue_bytes, read_prologue, sum_seed, write_pr
 from kvpool.proto.layout import Part
 from kvpool.proto.namespace import Namespace
 from kvpool.proto.outcomes import Outcome
-from kvpool.transfer.copying import Bytes, copy
+from kvpool.transfer.copying import Bytes, copy, move
 
 RUN = 1 << 20
 """Bytes that are copied and then summed. Below this size copies are half as fast: the C library
@@ -44,11 +44,21 @@ class PartFormat:
     prologue: int
     starts: tuple[int, ...]
     """Start of each plane inside the payload, and the payload's end."""
+    sizes: tuple[int, ...]
+    """Bytes of each plane."""
 
     @classmethod
     def of(cls, namespace: Namespace, digest: bytes, number: int) -> PartFormat:
         part = namespace.parts[number]
-        return cls(digest, namespace.layout_id, number, part, prologue_bytes(part), part.offsets())
+        return cls(
+            digest,
+            namespace.layout_id,
+            number,
+            part,
+            prologue_bytes(part),
+            part.offsets(),
+            tuple(plane.nbytes for plane in part.planes),
+        )
 
     @property
     def payload_bytes(self) -> int:
@@ -137,25 +147,24 @@ class PartFormat:
 
     def sources(self, payload: object) -> list[Bytes]:
         """A chunk to be published: one buffer, or one per plane. Raises `InvalidError`."""
-        sizes = [plane.nbytes for plane in self.part.planes]
-        return buffers_for(payload, sizes, writable=False)
+        return buffers_for(payload, self.sizes, writable=False)
 
-    def fill(
-        self, extent: Bytes, key: bytes, generation: int, sources: list[Bytes], checksum: bool
-    ) -> None:
-        """Writes a whole chunk: its planes (or one buffer of all), then its prologue."""
+    def write_payload(
+        self, extent: Bytes, key: bytes, sources: list[Bytes], checksum: bool
+    ) -> list[int] | None:
+        """Writes all planes (or one buffer of them all); their sums, if they are to have any.
+        `write_head` completes the chunk. REQUIRES: `sources` as from `sources`."""
         payload = extent[self.prologue :]
         targets = [payload] if len(sources) == 1 else self.split(payload)
-        sizes = [plane.nbytes for plane in self.part.planes]
-        cuts = [sizes] if len(sources) == 1 else [[size] for size in sizes]
+        if not checksum:
+            for target, source in zip(targets, sources, strict=True):
+                move(target, source)
+            return None
         seed = sum_seed(key, self.number)
-        sums: list[int] = []
-        for target, source, planes in zip(targets, sources, cuts, strict=True):
-            if checksum:
-                sums += copy_and_sum(target, source, planes, seed)
-            else:
-                copy(target, source)
-        self.write_head(extent, key, generation, sums if checksum else None)
+        if len(sources) == 1:
+            return copy_and_sum(payload, sources[0], self.sizes, seed)
+        pairs = zip(targets, sources, strict=True)
+        return [copy_and_sum(target, source, [source.size], seed)[0] for target, source in pairs]
 
     def write_plane(
         self, extent: Bytes, key: bytes, plane: int, source: Bytes, checksum: bool

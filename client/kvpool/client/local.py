@@ -5,12 +5,13 @@ The one place of the client that knows the store, and only when it is asked for.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -111,16 +112,34 @@ class LocalChannel:
     def __init__(self, store: LocalStore, connection: Connection) -> None:
         self._store = store
         self._connection: Connection | None = connection
+        self._tickets = itertools.count(1)
+        self._kept: dict[int, Message | None] = {}
 
     @property
     def alive(self) -> bool:
         return self._connection is not None
 
-    def call(self, body: Message | None, end: float) -> Message | None:
+    def call(self, body: Message | None, end: float) -> Any:
+        return self._answer(body, end)
+
+    def _answer(self, body: Message | None, end: float) -> Message | None:
         left(end)
         if body is None:
             return None
         return self._store.handle(self, _request(1, body))
+
+    def post(self, body: Message, end: float) -> int:
+        ticket = next(self._tickets)
+        self._kept[ticket] = self._answer(body, end)
+        return ticket
+
+    def wait(self, ticket: int, end: float) -> Any:
+        return self._kept.pop(ticket)
+
+    def drop(self, ticket: int) -> None:
+        message = self._kept.pop(ticket, None)
+        if message is not None and (orphan := protocol.orphan_release(message)):
+            self.notify(orphan)
 
     def notify(self, body: Message, *, vital: bool = True) -> bool:
         if self.alive:

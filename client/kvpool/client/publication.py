@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from google.protobuf.message import Message
 
+from kvpool.client.connection import M
 from kvpool.client.effects import Steps
 from kvpool.client.extents import PartFormat
 from kvpool.client.fields import milliseconds, outcomes_of
+from kvpool.client.pacing import left
 from kvpool.client.results import Outcomes, outcome_of
 from kvpool.client.selection import buffers_for
 from kvpool.client.session import Membership, Prompt
@@ -65,6 +68,7 @@ class Publishing:
         """What the store said about its lack of room."""
         self.nbytes = 0
         """Payload bytes that were committed."""
+        self._tickets: set[int] = set()
 
     @property
     def outcomes(self) -> Outcomes:
@@ -92,6 +96,10 @@ class Publishing:
         if not self.membership.connection.mapped:
             yield from self._stage(start, stop)
             return
+        yield from (yield from self.reserving(start, stop))
+
+    def reserving(self, start: int, stop: int) -> Steps[Steps[None]]:
+        """Asks for room, in the pool, for chunks [start, stop); the steps that wait for it."""
         request = wire.Reserve(
             namespace=self.membership.number,
             parent=self.key(start - 1),
@@ -99,13 +107,26 @@ class Publishing:
             parts=1 << self.number,
             lease_ms=self.lease_ms,
         )
-        reserved = yield from self.membership.ask(request, wire.Reserved)
+        ticket = yield from self._post(request)
+        return self._reserved(start, stop, ticket)
+
+    def _reserved(self, start: int, stop: int, ticket: int) -> Steps[None]:
+        reserved = yield from self._answer(ticket, wire.Reserved)
         try:
             yield from self._take(start, stop, reserved)
         except BaseException:
             if reserved.lease:
                 self.membership.connection.notify(wire.Abort(lease=reserved.lease))
             raise
+
+    def _post(self, request: Message) -> Steps[int]:
+        ticket = yield from self.membership.connection.post(request)
+        self._tickets.add(ticket)
+        return ticket
+
+    def _answer(self, ticket: int, kind: type[M]) -> Steps[M]:
+        self._tickets.discard(ticket)
+        return self.membership.connection.answer(ticket, kind)
 
     def _take(self, start: int, stop: int, reserved: wire.Reserved) -> Steps[None]:
         """Opens a slot for each chunk that was granted."""
@@ -153,7 +174,7 @@ class Publishing:
     def write(self, chunk: int, payload: object) -> Steps[None]:
         """A whole chunk: one buffer, or one per plane. Raises `InvalidError`, `StaleError`."""
         sources = self.form.sources(payload)
-        yield from self._bulk(lambda end: self.fill(chunk, sources), self.form.payload_bytes)
+        yield from self._bulk(lambda end: self.fill({chunk: sources}), self.form.payload_bytes)
 
     def write_layer(self, chunk: int, layer: str, buffer: object) -> Steps[None]:
         """One plane of a chunk. Raises as `write`."""
@@ -169,18 +190,27 @@ class Publishing:
         except StaleError:
             self.slots.give_up(Outcome.STALE_EPOCH)
 
-    def fill(self, chunk: int, sources: list[Bytes]) -> None:
-        """Writes a chunk if it has a slot. Blocks. REQUIRES: inside `Connection.bulk`."""
-        with self.slots.writing(chunk) as slot:
-            if slot is not None:
-                form, extent = self.form, self._extent(slot)
-                form.fill(extent, self.key(chunk), slot.generation, sources, self.checksum)
+    def fill(self, sources: Mapping[int, list[Bytes]], end: float = float("inf")) -> None:
+        """Writes those of these chunks that have a slot. Blocks, and stops with `DeadlineError`
+        at `end`. REQUIRES: inside `Connection.bulk`."""
+        form = self.form
+        with self.slots.writing(sources) as slots:
+            sums = {}
+            for chunk, slot in slots.items():
+                left(end)
+                sums[chunk] = form.write_payload(
+                    self._extent(slot), self.key(chunk), sources[chunk], self.checksum
+                )
+            # Not beside the copies: after each of them this code would have left the caches.
+            for chunk, slot in slots.items():
+                form.write_head(self._extent(slot), self.key(chunk), slot.generation, sums[chunk])
                 slot.whole = True
 
     def _fill_plane(self, chunk: int, plane: int, source: Bytes) -> None:
-        with self.slots.writing(chunk) as slot:
-            if slot is None:
+        with self.slots.writing([chunk]) as slots:
+            if not slots:
                 return
+            slot = slots[chunk]
             form, extent = self.form, self._extent(slot)
             slot.sums[plane] = form.write_plane(
                 extent, self.key(chunk), plane, source, self.checksum
@@ -199,32 +229,52 @@ class Publishing:
 
     def commit(self) -> Steps[Outcomes]:
         """Makes all complete chunks visible, in chain order; the outcomes of all so far."""
+        if self.membership.connection.mapped:
+            yield from (yield from self.committing())
+            return self.outcomes
         ready = self.slots.whole()
-        for lease in dict.fromkeys(slot.lease for slot in ready.values()):
-            slots = {c: s for c, s in ready.items() if s.lease == lease}
-            try:
-                if self.membership.connection.mapped:
-                    yield from self._commit(lease, slots)
-                else:
-                    yield from self.stream(
-                        list(slots), {c: [self._extent(s)] for c, s in slots.items()}
-                    )
-            except KvpoolError as error:  # whether it was committed is not known
-                self.text = str(error)
-                self._settle([c for c in slots if c in self.slots], outcome_of(error))
-                self._give_back(list(slots.values()))
+        extents = {chunk: [self._extent(slot)] for chunk, slot in ready.items()}
+        try:
+            yield from self.stream(list(ready), extents)
+        except KvpoolError as error:
+            self._lose(ready, error)
         return self.outcomes
 
-    def _commit(self, lease: bytes, slots: dict[int, Slot]) -> Steps[None]:
-        if not self.membership.connection.alive:
-            raise StaleError("the connection was lost")
-        items = np.array([slot.item for slot in slots.values()], "<u4").tobytes()
-        request = wire.Commit(lease=lease, items=items)
-        verdict = yield from self.membership.ask(request, wire.Verdict)
-        outcomes = outcomes_of(verdict, len(slots))
-        self._settle(list(slots), outcomes)
-        if Outcome.EXPIRED in outcomes:  # still ours until we say that nothing writes there
-            self._give_back(list(slots.values()))
+    def committing(self) -> Steps[Steps[None]]:
+        """Asks that all complete chunks, in the pool, become visible, in chain order; the steps
+        that wait for the verdicts."""
+        ready = self.slots.whole()
+        asked: list[tuple[int, dict[int, Slot]]] = []
+        for lease in dict.fromkeys(slot.lease for slot in ready.values()):
+            slots = {c: s for c, s in ready.items() if s.lease == lease}
+            items = np.array([slot.item for slot in slots.values()], "<u4").tobytes()
+            try:
+                if not self.membership.connection.alive:
+                    raise StaleError("the connection was lost")
+                ticket = yield from self._post(wire.Commit(lease=lease, items=items))
+            except KvpoolError as error:
+                self._lose(slots, error)
+            else:
+                asked.append((ticket, slots))
+        return self._committed(asked)
+
+    def _committed(self, asked: Sequence[tuple[int, dict[int, Slot]]]) -> Steps[None]:
+        for ticket, slots in asked:
+            try:
+                verdict = yield from self._answer(ticket, wire.Verdict)
+                outcomes = outcomes_of(verdict, len(slots))
+            except KvpoolError as error:
+                self._lose(slots, error)
+                continue
+            self._settle(list(slots), outcomes)
+            if Outcome.EXPIRED in outcomes:  # still ours until we say that nothing writes there
+                self._give_back(list(slots.values()))
+
+    def _lose(self, slots: Mapping[int, Slot], error: KvpoolError) -> None:
+        """Whether these were committed is not known."""
+        self.text = str(error)
+        self._settle([c for c in slots if c in self.slots], outcome_of(error))
+        self._give_back(list(slots.values()))
 
     def _settle(self, chunks: Sequence[int], outcomes: Outcome | Sequence[Outcome]) -> None:
         self.nbytes += self.form.payload_bytes * self.slots.settle(chunks, outcomes)
@@ -251,6 +301,8 @@ class Publishing:
     def abort(self) -> None:
         """Gives back what was reserved and not committed, one-way; what is being written to goes
         back with its last writer."""
+        while self._tickets:
+            self.membership.connection.channel.drop(self._tickets.pop())
         self.slots.give_up(Outcome.MISS)
 
     def _give_back(self, slots: Sequence[Slot]) -> None:

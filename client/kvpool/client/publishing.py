@@ -1,14 +1,15 @@
-"""Publishing: whole chunks at once, batch by batch; or a publication that is filled bit by bit."""
+"""Publishing: whole chunks, with round trips behind copies; or a publication filled bit by bit."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise, zip_longest
 
 import numpy as np
 
 from kvpool.client.effects import Steps
-from kvpool.client.pacing import left
 from kvpool.client.publication import Publishing, Scope
 from kvpool.client.results import Outcomes, Publish, outcome_of
 from kvpool.client.session import SessionCore
@@ -16,6 +17,12 @@ from kvpool.client.slots import OPEN
 from kvpool.proto.errors import KvpoolError
 from kvpool.proto.outcomes import Outcome
 from kvpool.transfer.copying import Bytes
+
+FIRST = 8
+"""Chunks of the first batch: copying starts when it has room."""
+
+_GOES_ON = (OPEN, Outcome.OK, Outcome.EXISTS, Outcome.WRITING)
+"""What a chunk may be if those that follow can be stored."""
 
 
 def publish(session: SessionCore, payloads: Sequence[object], scope: Scope) -> Steps[Publish]:
@@ -30,7 +37,8 @@ def publish(session: SessionCore, payloads: Sequence[object], scope: Scope) -> S
     sources = [state.form.sources(payload) for payload in payloads]
     text = ""
     try:
-        yield from _all_batches(state, sources)
+        if sources:
+            yield from (_copy_all if membership.connection.mapped else _send_all)(state, sources)
     except KvpoolError as error:
         text = str(error)
         state.outcomes[state.outcomes == OPEN] = outcome_of(error)
@@ -40,42 +48,72 @@ def publish(session: SessionCore, payloads: Sequence[object], scope: Scope) -> S
     return Publish(state.outcomes, state.nbytes, seconds, text or state.text)
 
 
-def _all_batches(state: Publishing, sources: Sequence[list[Bytes]]) -> Steps[None]:
-    mapped = state.membership.connection.mapped
+def _copy_all(state: Publishing, sources: Sequence[list[Bytes]]) -> Steps[None]:
+    """Through shared memory. While a batch is copied, the store makes room for the next one and
+    commits the one before."""
+    batches = _batches(len(sources), state.batch)
+    behind = _nothing()
+    try:
+        ahead = yield from state.reserving(*batches[0])
+        for (start, stop), following in zip_longest(batches, batches[1:]):
+            yield from ahead
+            ends = _cut(state, stop)
+            if following and not ends:
+                ahead = yield from state.reserving(*following)
+            yield from _copy(state, {c: sources[c] for c in range(start, stop)})
+            yield from behind
+            if _cut(state, start):
+                return
+            behind = yield from state.committing()
+            if ends:
+                break
+    except KvpoolError:
+        yield from behind  # it was asked for before, so it counts
+        raise
+    yield from behind
+
+
+def _batches(count: int, most: int) -> list[tuple[int, int]]:
+    """Bounds of batches of at most `most` chunks. The first is small: nothing is copied while its
+    room is made."""
+    bounds = [0, *range(min(FIRST, most), count, most), count]
+    return list(pairwise(bounds))
+
+
+def _nothing() -> Steps[None]:
+    yield from ()
+
+
+def _cut(state: Publishing, stop: int) -> bool:
+    """Whether the chain ends before chunk `stop`. What follows cannot be stored either, and gets
+    the same outcome."""
+    if not stop or state.outcomes[stop - 1] in _GOES_ON:
+        return False
+    state.outcomes[stop:] = state.outcomes[stop - 1]
+    return True
+
+
+def _copy(state: Publishing, sources: dict[int, list[Bytes]]) -> Steps[None]:
+    """Those chunks of one batch that have room."""
+    wanted = sum(map(state.wants, sources))
+    if wanted:
+        fill = partial(state.fill, sources)
+        yield from state.membership.connection.bulk(fill, wanted * state.form.payload_bytes)
+
+
+def _send_all(state: Publishing, sources: Sequence[list[Bytes]]) -> Steps[None]:
+    """Over the data connection, straight from the caller's buffers, batch by batch."""
+    form = state.form
     for start in range(0, len(sources), state.batch):
         stop = min(start + state.batch, len(sources))
-        yield from (_copy if mapped else _send)(state, start, sources[start:stop])
-        last = state.outcomes[stop - 1]
-        if last not in (Outcome.OK, Outcome.EXISTS, Outcome.WRITING):
-            state.outcomes[stop:] = last  # the chain is cut: what follows cannot be stored either
+        yield from state.look(start, stop)
+        chunks = [c for c in range(start, stop) if state.outcomes[c] == OPEN]
+        extents = {
+            c: [form.head(state.key(c), sources[c], state.checksum), *sources[c]] for c in chunks
+        }
+        yield from state.stream(chunks, extents)
+        if _cut(state, stop):
             return
-
-
-def _copy(state: Publishing, start: int, sources: Sequence[list[Bytes]]) -> Steps[None]:
-    """One batch through shared memory."""
-    yield from state.reserve(start, start + len(sources))
-
-    def fill(end: float) -> None:
-        for chunk, planes in enumerate(sources, start):
-            left(end)
-            state.fill(chunk, planes)
-
-    wanted = sum(state.wants(start + i) for i in range(len(sources)))
-    if wanted:
-        yield from state.membership.connection.bulk(fill, wanted * state.form.payload_bytes)
-        yield from state.commit()
-
-
-def _send(state: Publishing, start: int, sources: Sequence[list[Bytes]]) -> Steps[None]:
-    """One batch over the data connection, straight from the caller's buffers."""
-    form, stop = state.form, start + len(sources)
-    yield from state.look(start, stop)
-    chunks = [c for c in range(start, stop) if state.outcomes[c] == OPEN]
-    extents = {
-        c: [form.head(state.key(c), sources[c - start], state.checksum), *sources[c - start]]
-        for c in chunks
-    }
-    yield from state.stream(chunks, extents)
 
 
 def open_publication(session: SessionCore, scope: Scope) -> Steps[Publishing]:

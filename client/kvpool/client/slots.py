@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,21 +60,21 @@ class Slots:
             return {chunk: slot for chunk, slot in sorted(self._slots.items()) if slot.whole}
 
     @contextlib.contextmanager
-    def writing(self, chunk: int) -> Iterator[Slot | None]:
-        """The slot of `chunk`, if it has one, which nobody gives back meanwhile."""
+    def writing(self, chunks: Iterable[int]) -> Iterator[dict[int, Slot]]:
+        """The slots of those of `chunks` that have one, which nobody gives back meanwhile."""
         with self._lock:
-            slot = self._slots.get(chunk)
-            if slot is not None:
+            slots = {chunk: self._slots[chunk] for chunk in chunks if chunk in self._slots}
+            for slot in slots.values():
                 slot.writers += 1
         try:
-            yield slot
+            yield slots
         finally:
-            if slot is not None:
-                with self._lock:
+            with self._lock:
+                for slot in slots.values():
                     slot.writers -= 1
-                    last = slot.doomed and not slot.writers
-                if last:
-                    self._give_back([slot])
+                last = [slot for slot in slots.values() if slot.doomed and not slot.writers]
+            if last:
+                self._give_back(last)
 
     def settle(self, chunks: Sequence[int], outcomes: Outcome | Sequence[Outcome]) -> int:
         """Closes `chunks` with these outcomes; how many of them are OK."""
