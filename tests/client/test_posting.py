@@ -1,6 +1,7 @@
 """Requests that are posted now and answered later, and publishing, which hides them by copies."""
 
 import asyncio
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,11 @@ def payloads(count: int) -> list[bytes]:
 
 def soon() -> float:
     return time.monotonic() + 10
+
+
+def has_come(channel: Any) -> bool:
+    """Whether a response lies in the socket."""
+    return bool(select.select([channel._fd], [], [], 10)[0])
 
 
 def leases(store: LocalStore) -> int:
@@ -111,7 +117,7 @@ def test_what_a_dropped_ticket_was_granted_goes_back_at_once(
     scripted: ScriptedDaemon, channel: Greeted
 ) -> None:
     ticket = channel[0].post(channel[1], soon())
-    eventually(lambda: leases(scripted.store) == 1, "room is reserved")
+    assert has_come(channel[0]) and leases(scripted.store) == 1
     channel[0].drop(ticket)
     eventually(lambda: leases(scripted.store) == 0, "without another request")
 
@@ -330,15 +336,14 @@ def test_what_was_committed_before_the_deadline_counts(
     assert session.publish(prompt(1, seed=9), payloads(1)).stored
     write, written = PartFormat.write_payload, [0]
 
-    def slow(*args: Any) -> Any:
+    def late_at_the_tenth(*args: Any) -> Any:
         written[0] += 1
         if written[0] == 10:  # in the second batch
-            threading.Event().wait(0.6)
+            raise DeadlineError("the deadline passed")
         return write(*args)
 
-    monkeypatch.setattr(PartFormat, "write_payload", slow)
-    monkeypatch.setattr("kvpool.client.awaiting.INLINE_BYTES", 0)  # the loop goes on meanwhile
-    published = session.publish(prompt(80), payloads(80), deadline_s=0.5)
+    monkeypatch.setattr(PartFormat, "write_payload", late_at_the_tenth)
+    published = session.publish(prompt(80), payloads(80))
     assert published.outcomes.tolist() == [Outcome.OK] * 8 + [Outcome.UNREACHABLE] * 72
     assert "deadline" in published.text
     assert session.match(prompt(80), peek=True).chunks == 8
@@ -355,7 +360,8 @@ def test_an_operation_that_is_closed_amid_a_copy_gives_everything_back(
         effect = next(steps)
         while not isinstance(effect, Work):
             effect = steps.send(link._perform(effect, soon()))
-        eventually(lambda: leases(scripted.store) == 2, "room for the second batch is reserved")
+        assert client.core.connection is not None
+        assert has_come(client.core.connection.channel) and leases(scripted.store) == 2
         steps.close()
         eventually(lambda: leases(scripted.store) == 0, "without another request")
         assert session.match(prompt(80), peek=True).chunks == 0
