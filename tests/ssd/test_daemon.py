@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +39,24 @@ def payload(name: int, chunks: int) -> Any:
 def flags(folder: Path, *more: str) -> list[str]:
     return [
         *("--capacity", str(MEMORY), "--ssd-path", str(folder / "ssd"), "--ssd-capacity", "64MiB"),
-        *("--policy", "lru", *more),
+        *("--policy", "lru", "--ssd-mode", "write_through", *more),
     ]
 
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[RunningDaemon]:
-    running = RunningDaemon(tmp_path, *flags(tmp_path))
-    yield running
-    running.close()
+    with closing(RunningDaemon(tmp_path, *flags(tmp_path))) as running:
+        yield running
+
+
+@contextmanager
+def living(folder: Path, *more: str) -> Iterator[tuple[RunningDaemon, Client]]:
+    """A daemon on the SSD of the one before, and a client of it."""
+    with (
+        closing(RunningDaemon(folder, *flags(folder, *more))) as daemon,
+        connect(daemon.address) as client,
+    ):
+        yield daemon, client
 
 
 def ssd_status(client: Client) -> dict[str, object]:
@@ -59,12 +70,16 @@ def chunks_on_ssd(client: Client) -> int:
     return count
 
 
-def publish_more_than_fits(client: Client, session: Session, chains: int = 12) -> None:
-    """Chains 0, 1, … of eight chunks each, as fast as the SSD takes what they push out."""
-    for name in range(chains):
+def on_ssd(client: Client, chunks: int) -> bool:
+    return chunks_on_ssd(client) == chunks
+
+
+def publish_more_than_fits(client: Client, session: Session) -> None:
+    """Chains 0 to 11 of eight chunks each, as fast as the SSD takes them."""
+    for name in range(12):
         published = session.publish(prompt(name, 8), payload(name, 8))
         assert published.stored
-        eventually(lambda: ssd_status(client)["writing_chunks"] == 0, "the queue is empty")
+        eventually(partial(on_ssd, client, 8 * (name + 1)), "all of it is written")
 
 
 def pull_right(session: Session, name: int, chunks: int = 8) -> None:
@@ -95,7 +110,7 @@ def test_what_memory_had_no_room_for_is_pulled_from_the_ssd(daemon: RunningDaemo
         assert counters["hit_chunks"] > 8 and counters["corrupt_chunks"] == 0
         assert "direct" in status and status["reason"]
         shown = CliRunner().invoke(cli, ["status", "--address", daemon.address])
-        assert "write-back" in shown.output and "blocks of" in shown.output
+        assert "write-through" in shown.output and "blocks of" in shown.output
 
 
 def test_views_may_be_borrowed_of_what_was_on_the_ssd(daemon: RunningDaemon) -> None:
@@ -109,8 +124,7 @@ def test_views_may_be_borrowed_of_what_was_on_the_ssd(daemon: RunningDaemon) -> 
 
 
 def test_an_async_client_and_a_stream_pull_from_the_ssd_too(tmp_path: Path) -> None:
-    daemon = RunningDaemon(tmp_path, *flags(tmp_path, "--tcp", "127.0.0.1:0"))
-    try:
+    with closing(RunningDaemon(tmp_path, *flags(tmp_path, "--tcp", "127.0.0.1:0"))) as daemon:
         with connect(daemon.address) as client:
             publish_more_than_fits(client, client.open(SPACE))
         with connect(daemon.ready["tcp"]) as remote:
@@ -125,8 +139,6 @@ def test_an_async_client_and_a_stream_pull_from_the_ssd_too(tmp_path: Path) -> N
                     assert np.array_equal(into, payload(1, 8))
 
         asyncio.run(pull())
-    finally:
-        daemon.close()
 
 
 def test_another_session_adopts_a_match_whose_end_is_on_the_ssd(daemon: RunningDaemon) -> None:
@@ -154,48 +166,32 @@ def test_a_prefix_is_brought_up_ahead_of_its_request(daemon: RunningDaemon) -> N
 
 
 def test_after_kill_9_all_that_was_announced_is_served_at_once(tmp_path: Path) -> None:
-    daemon = RunningDaemon(tmp_path, *flags(tmp_path, "--ssd-mode", "write_through"))
-    with connect(daemon.address) as client:
-        session = client.open(SPACE)
-        publish_more_than_fits(client, session)
-        eventually(lambda: chunks_on_ssd(client) == 96, "all is written")
+    with living(tmp_path) as (daemon, client):
+        publish_more_than_fits(client, client.open(SPACE))
         daemon.kill()
-    daemon.close()
-    again = RunningDaemon(tmp_path, *flags(tmp_path))
-    try:
-        with connect(again.address) as client:
-            assert chunks_on_ssd(client) == 96
-            session = client.open(SPACE)
-            for name in range(12):
-                pull_right(session, name)
-            counters = ssd_status(client)["counters"]
-            assert isinstance(counters, dict) and counters["corrupt_chunks"] == 0
-    finally:
-        again.close()
+    with living(tmp_path) as (_, client):
+        assert chunks_on_ssd(client) == 96
+        session = client.open(SPACE)
+        for name in range(12):
+            pull_right(session, name)
+        counters = ssd_status(client)["counters"]
+        assert isinstance(counters, dict) and counters["corrupt_chunks"] == 0
 
 
 def test_a_stop_saves_what_only_memory_has(tmp_path: Path) -> None:
-    daemon = RunningDaemon(tmp_path, *flags(tmp_path))
-    with connect(daemon.address) as client:
+    with living(tmp_path, "--ssd-mode", "write_back") as (daemon, client):
         assert client.open(SPACE).publish(prompt(0, 8), payload(0, 8)).stored
         assert chunks_on_ssd(client) == 0
-    assert daemon.stop() == 0
-    daemon.close()
-    again = RunningDaemon(tmp_path, *flags(tmp_path))
-    try:
-        with connect(again.address) as client:
-            pull_right(client.open(SPACE), 0)
-    finally:
-        again.close()
+        assert daemon.stop() == 0
+    with living(tmp_path) as (_, client):
+        pull_right(client.open(SPACE), 0)
 
 
 @pytest.mark.parametrize("kind", ["flip", "zero page"])
 def test_damage_at_rest_is_a_miss_and_the_next_publish_works(tmp_path: Path, kind: str) -> None:
-    daemon = RunningDaemon(tmp_path, *flags(tmp_path))
-    with connect(daemon.address) as client:
+    with living(tmp_path, "--ssd-mode", "write_back") as (daemon, client):
         assert client.open(SPACE).publish(prompt(0, 8), payload(0, 8)).stored
-    assert daemon.stop() == 0
-    daemon.close()
+        assert daemon.stop() == 0
     path = tmp_path / "ssd" / "local" / data_name(0)
     raw = bytearray(path.read_bytes())
     content = payload(0, 8)[3].tobytes()
@@ -204,20 +200,16 @@ def test_damage_at_rest_is_a_miss_and_the_next_publish_works(tmp_path: Path, kin
         bytes([raw[at] ^ 1]) if kind == "flip" else bytes(4096)
     )
     path.write_bytes(bytes(raw))
-    again = RunningDaemon(tmp_path, *flags(tmp_path))
-    try:
-        with connect(again.address) as client:
-            session = client.open(SPACE)
-            into = session.payload(8)
-            with session.match(prompt(0, 8)) as match:
-                assert match.chunks == 8
-                pulled = session.pull(match, into)
-                assert pulled.chunks == 3 and pulled.outcomes[3] == Outcome.CORRUPT
-            assert np.array_equal(into[:3], payload(0, 8)[:3])
-            assert session.publish(prompt(0, 8), payload(0, 8)).stored
-            pull_right(session, 0)
-    finally:
-        again.close()
+    with living(tmp_path) as (_, client):
+        session = client.open(SPACE)
+        into = session.payload(8)
+        with session.match(prompt(0, 8)) as match:
+            assert match.chunks == 8
+            pulled = session.pull(match, into)
+            assert pulled.chunks == 3 and pulled.outcomes[3] == Outcome.CORRUPT
+        assert np.array_equal(into[:3], payload(0, 8)[:3])
+        assert session.publish(prompt(0, 8), payload(0, 8)).stored
+        pull_right(session, 0)
 
 
 def test_what_loads_slower_than_it_computes_is_no_hit(daemon: RunningDaemon) -> None:
@@ -241,8 +233,7 @@ def test_delete_and_clear_reach_the_ssd(daemon: RunningDaemon) -> None:
 
 
 def test_the_tier_is_in_health_and_metrics(tmp_path: Path) -> None:
-    daemon = RunningDaemon(tmp_path, *flags(tmp_path, "--http", "127.0.0.1:0"))
-    try:
+    with closing(RunningDaemon(tmp_path, *flags(tmp_path, "--http", "127.0.0.1:0"))) as daemon:
         with connect(daemon.address) as client:
             session = client.open(SPACE)
             publish_more_than_fits(client, session)
@@ -252,27 +243,26 @@ def test_the_tier_is_in_health_and_metrics(tmp_path: Path) -> None:
         assert 'kvpool_ssd_hit_chunks_total{domain="local"} 8.0' in text
         code, text = http_get(f"{daemon.ready['http']}/health")
         assert code == 200 and "ok" in text
-    finally:
-        daemon.close()
 
 
 def test_a_capacity_that_does_not_fit_is_refused_with_figures(tmp_path: Path) -> None:
     more = ["--ssd-path", str(tmp_path / "ssd"), "--ssd-capacity", "1000TiB"]
-    daemon = RunningDaemon(tmp_path, *more, wait=False)
-    assert daemon.process.wait(60) != 0
-    daemon.close()
+    with closing(RunningDaemon(tmp_path, *more, wait=False)) as daemon:
+        assert daemon.process.wait(60) != 0
     assert "more bytes" in daemon.log.read_text() and "left" in daemon.log.read_text()
 
 
 def test_an_admission_that_the_policy_cannot_answer_is_refused_by_name(tmp_path: Path) -> None:
-    daemon = RunningDaemon(tmp_path, *flags(tmp_path, "--ssd-admission", "phz"), wait=False)
-    assert daemon.process.wait(60) != 0
-    daemon.close()
+    with closing(
+        RunningDaemon(tmp_path, *flags(tmp_path, "--ssd-admission", "phz"), wait=False)
+    ) as daemon:
+        assert daemon.process.wait(60) != 0
     assert "admission 'phz' needs a policy that values rows" in daemon.log.read_text()
 
 
 def test_a_path_without_a_capacity_is_refused_by_name(tmp_path: Path) -> None:
-    daemon = RunningDaemon(tmp_path, "--ssd-path", str(tmp_path / "ssd"), wait=False)
-    assert daemon.process.wait(60) != 0
-    daemon.close()
+    with closing(
+        RunningDaemon(tmp_path, "--ssd-path", str(tmp_path / "ssd"), wait=False)
+    ) as daemon:
+        assert daemon.process.wait(60) != 0
     assert "ssd_capacity 0" in daemon.log.read_text()
