@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -156,7 +157,10 @@ def test_a_prefix_is_brought_up_ahead_of_its_request(daemon: RunningDaemon) -> N
     with connect(daemon.address) as client:
         session = client.open(SPACE)
         publish_more_than_fits(client, session)
-        assert session.prefetch(prompt(0, 8), wait=True) == 8
+        words = ["warm", "--address", daemon.address, "--json", "--tokens"]
+        warmed = CliRunner().invoke(cli, [*words, ",".join(map(str, prompt(0, 8)))])
+        assert warmed.exit_code == 0, warmed.output
+        assert json.loads(warmed.stdout) == {"chunks": 8, "tokens": 32}
         with session.match(prompt(0, 8), peek=True) as match:
             assert match.ssd_chunks == 0
         assert session.prefetch(prompt(1, 8)) == 8

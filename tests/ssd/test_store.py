@@ -243,6 +243,22 @@ def test_second_touch_writes_only_what_was_used_again() -> None:
     world.check()
 
 
+def test_key_pages_list_each_chunk_once_wherever_it_is() -> None:
+    world = World(write_through=True)
+    keys = [chain(name, 4) for name in "abcd"]
+    for one in keys:
+        world.publish(one)
+        world.settle()
+    listed, cursor = [], 0
+    while True:
+        page, spaces, cursor = world.store.keys(world.session, cursor=cursor, limit=3)
+        assert len(spaces) == len(page) // 32 <= 3
+        listed += [page[at : at + 32] for at in range(0, len(page), 32)]
+        if not cursor:
+            break
+    assert sorted(listed) == sorted(key for one in keys for key in one)
+
+
 # ---- damage and failure
 
 

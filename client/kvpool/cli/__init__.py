@@ -23,6 +23,7 @@ COMMANDS = {
     "rm": "kvpool.cli.rm:rm",
     "serve": "kvpool.cli.serve:serve",
     "status": "kvpool.cli.status:status",
+    "warm": "kvpool.cli.warm:warm",
 }
 
 EXIT_THEIRS = 1

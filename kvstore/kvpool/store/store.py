@@ -524,7 +524,25 @@ class Store:
         self._holders.check_open(session)
         mine = self.room.namespaces.of_tenant(session.tenant)
         wanted = [known.id for known in mine if namespace in (0, known.id)]
-        return reports.page(self.index, wanted, cursor, limit)
+        behind = self.index.capacity + 1  # cursors from here on are rows of the SSD
+        if cursor < behind:
+            keys, spaces, following = reports.page(self.index, wanted, cursor, limit)
+            more = following or (behind if self.ssd is not None else 0)
+            return keys, spaces, more
+        if self.ssd is None:
+            return b"", [], 0
+        keys, spaces, following = reports.page(self.ssd.shelf.index, wanted, cursor - behind, limit)
+        only = [
+            (key, space)
+            for key, space in zip(split_keys(keys) if keys else (), spaces, strict=True)
+            if not self._in_memory(space, key)
+        ]
+        more = following + behind if following else 0
+        return b"".join(key for key, _ in only), [space for _, space in only], more
+
+    def _in_memory(self, namespace: int, key: bytes) -> bool:
+        row = self.index.find_one(namespace, key)
+        return row != NO_ROW and self.index.resident_at[row] != 0
 
     def figures(self) -> dict[str, int]:
         """Bytes by what holds them. O(leased rows)."""

@@ -164,6 +164,7 @@ class Ssd:
         new = counters.written_bytes
         return {
             **self.facts,
+            "catalogue": tier.catalogue_figures,
             "down": tier.down,
             "full": tier.full,
             "downs": tier.condition.downs,

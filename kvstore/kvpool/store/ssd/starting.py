@@ -91,13 +91,13 @@ def attach(
     known = _known_spaces(store, shelf, found.spaces)
     _load(shelf, found, known)
     store.skip_generations(shelf.newest_generation())
+    tier.catalogue_figures = opened.catalogue.figures()
     ssd = Ssd(store, shelf, memory, write_through=write_through, admission=admission)
     ssd.facts = {
         **asdict(access),
         "path": str(opened.folder.path),
         "identity": identity.id,
         "capacity": space.capacity_bytes,
-        "catalogue": opened.catalogue.figures(),
     }
     store.ssd = ssd
     return ssd

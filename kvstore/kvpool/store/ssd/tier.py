@@ -165,6 +165,8 @@ class Tier:
         self.writing_bytes = 0
         """In the queue or on their way."""
         self.reading_bytes = 0
+        self.catalogue_figures: dict[str, int] = {}
+        """Bytes of the catalogue, some seconds old at most."""
         self.full = ""
         """Why nothing is written although the device works; empty if that is not so."""
         self._disk = disk
@@ -432,12 +434,17 @@ class Tier:
             self._give_up()
         elif now >= self._look_at and not self._looking:
             self._looking = True
-            self._submit(Lane.CATALOGUE, self._disk.free_bytes, self._looked)
+            self._submit(Lane.CATALOGUE, self._look, self._looked)
         self._flush()
 
     def _checked(self, error: Exception | None) -> None:
         if self.condition.checked(error, self._clock()):
             self._flush()
+
+    def _look(self) -> int:
+        """In the catalogue's thread."""
+        self.catalogue_figures = self._catalogue.figures()
+        return self._disk.free_bytes()
 
     def _looked(self, free: int | Exception) -> None:
         self._looking = False
