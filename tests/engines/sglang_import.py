@@ -24,6 +24,9 @@ def import_sglang() -> None:
         warnings.simplefilter("ignore")
         for module in ("memory_pool", "pool_host.mha", "pool_host.mla", "storage.backend_factory"):
             import_module(f"sglang.srt.mem_cache.{module}")
+    # Host pools leave 10 GiB of the machine free; ours have some KiB.
+    pools: Any = import_module("sglang.srt.mem_cache.pool_host.base")
+    pools.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
 
 
 def _stand_in_for_torchvision() -> None:

@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.utils import get_hash_str
 
 from kvpool.client.engines.sglang import KV, KvpoolHiCache, Settings, covered, namespace_for
 from kvpool.proto.errors import ConfigError
-from tests.store.daemons import RunningDaemon, running
+from tests.store.daemons import RunningDaemon, eventually, running
 
 PAGE, TOKENS = 16, 256
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -97,6 +97,7 @@ def config(address: str, **fields: Any) -> HiCacheStorageConfig:
         "interface_v1": 1,
         "address": address,
         "revision": "1",
+        "deadline_s": 20.0,
         **fields.pop("extra", {}),
     }
     values: dict[str, Any] = {
@@ -281,6 +282,8 @@ def test_a_pool_of_trailing_pages_says_where_a_prefix_can_end(daemon: RunningDae
     assert backend.batch_get_v2([tail(slice(4, 6), 8)]) == {PoolName.SWA: [True, True]}
     assert holds(state, 8, want)
     assert backend.batch_get_v2([tail(slice(2, 4), 10)]) == {PoolName.SWA: [True, False]}
+    short = dataclasses.replace(tail(slice(4, 6)), host_indices=indices(8, 1))
+    assert backend.batch_get_v2([short]) == {PoolName.SWA: [False, False]}
     backend.close()
 
 
@@ -408,8 +411,7 @@ def test_a_store_that_is_away_is_a_miss_and_is_used_when_it_is_back(tmp_path: Pa
     assert_misses()
     daemon = RunningDaemon(tmp_path, "--no-populate", "--headroom", "0")
     try:
-        while not all(backend.batch_set_v1(keys, indices(0, 2))):
-            pass  # the client waits a moment between its attempts to connect
+        eventually(lambda: all(backend.batch_set_v1(keys, indices(0, 2))), "the store is used")
         assert backend.batch_exists(keys) == 2
         daemon.signal(signal.SIGSTOP)
         assert_misses()

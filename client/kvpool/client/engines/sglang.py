@@ -5,15 +5,16 @@ chunk. It has hashed LoRA, salt and multimodal content into them. Each host pool
 shard is a namespace of its own with one part; a page's buffers are its planes, in the pool's own
 order, and bytes move between them and the store without a copy in between.
 
-Whatever the store does, SGLang sees hits and misses: nothing is raised, and no call lasts longer
-than the deadline.
+Whatever the store does, SGLang sees hits and misses: nothing is raised, and what a call has to do
+with one pool does not last longer than the deadline.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,8 @@ class Settings:
     token: str = ""
     """The credential, if the store asks for one."""
     deadline_s: float = 1.0
-    """Longest wait of one call, copies included. SGLang's own patience starts at one second."""
+    """Longest wait of one call for one pool, in seconds, copies included. SGLang's own patience
+    starts at one second."""
     kv_dtype: str = ""
     """Type of the KV where the pool's own does not say it (quantised KV is stored as uint8)."""
     kv_scales: str = "none"
@@ -151,9 +153,10 @@ class Pages:
 
     def read(self, keys: Sequence[str], into: Sequence[list[Bytes]]) -> list[bool]:
         """Fills `into`, the buffers of each page; False from the first page on that is missing."""
+        end = time.monotonic() + self._deadline_s
         with self._session.match(_hashes(keys), deadline_s=self._deadline_s) as match:
             wanted = list(into[: match.chunks])
-            pull = self._session.pull(match, wanted, deadline_s=self._deadline_s)
+            pull = self._session.pull(match, wanted, deadline_s=max(0.0, end - time.monotonic()))
         self._say(match.error or pull.error)
         return [i < pull.chunks for i in range(len(keys))]
 
@@ -165,17 +168,19 @@ class Pages:
         If the parent is not, they become a chain of their own: SGLang itself holds what is before
         them, and asks for no more than them.
         """
-        before = [parent] if parent is not None else []
-        done = self._publish([*before, *keys], payloads, first=len(before))
-        if before and keys and done.outcomes[0] == Outcome.NO_PARENT:
-            done = self._publish(keys, payloads, first=0)
+        end = time.monotonic() + self._deadline_s
+
+        def publish(before: list[str]) -> Publish:
+            chain = _hashes([*before, *keys])
+            return self._session.publish(
+                chain, payloads, first=len(before), deadline_s=max(0.0, end - time.monotonic())
+            )
+
+        done = publish([parent] if parent is not None else [])
+        if parent is not None and keys and done.outcomes[0] == Outcome.NO_PARENT:
+            done = publish([])
         self._say(done.text)
         return [outcome in STORED for outcome in done.outcomes]
-
-    def _publish(self, keys: Sequence[str], payloads: Sequence[list[Bytes]], first: int) -> Publish:
-        return self._session.publish(
-            _hashes(keys), payloads, first=first, deadline_s=self._deadline_s
-        )
 
     def clear(self) -> bool:
         """Deletes all pages; False if the store is away."""
@@ -287,29 +292,40 @@ class KvpoolHiCache(HiCacheStorage):  # type: ignore[misc]  # Any where SGLang i
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return {
-            transfer.name: self._pages[str(transfer.name)].read(
-                transfer.keys or [], self._buffers(transfer)
-            )
-            for transfer in transfers
-        }
+        def read(transfer: PoolTransfer, keys: list[str], into: list[list[Bytes]]) -> list[bool]:
+            return self._pages[str(transfer.name)].read(keys, into)
+
+        return self._each(transfers, read)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        # Only pools with all pages form chains; of the others the pages before are not stored.
-        return {
-            transfer.name: self._pages[str(transfer.name)].write(
-                transfer.keys or [],
-                self._buffers(transfer),
-                _parent(extra_info) if transfer.hit_policy == PoolHitPolicy.ALL_PAGES else None,
-            )
-            for transfer in transfers
-        }
+        def write(
+            transfer: PoolTransfer, keys: list[str], payloads: list[list[Bytes]]
+        ) -> list[bool]:
+            # Only pools with all pages form chains; the others lack the pages before.
+            chained = transfer.hit_policy == PoolHitPolicy.ALL_PAGES
+            parent = _parent(extra_info) if chained else None
+            return self._pages[str(transfer.name)].write(keys, payloads, parent)
 
-    def _buffers(self, transfer: PoolTransfer) -> list[list[Bytes]]:
-        pool = self.registered_pools[transfer.name]
-        return page_buffers(pool, transfer.host_indices, len(transfer.keys or []))
+        return self._each(transfers, write)
+
+    def _each(
+        self,
+        transfers: list[PoolTransfer],
+        move: Callable[[PoolTransfer, list[str], list[list[Bytes]]], list[bool]],
+    ) -> dict[str, list[bool]]:
+        """By pool, what became of its pages; a transfer with too few or many indices moves none."""
+        results: dict[str, list[bool]] = {}
+        for transfer in transfers:
+            keys, indices = transfer.keys or [], transfer.host_indices
+            pool = self.registered_pools[transfer.name]
+            if indices is None or len(indices) != len(keys) * pool.page_size:
+                results[transfer.name] = [False] * len(keys)
+            else:
+                buffers = page_buffers(pool, indices, len(keys))
+                results[transfer.name] = move(transfer, keys, buffers)
+        return results
 
     # ---- the older methods: pages of the KV pool, through tensors
 
