@@ -26,9 +26,9 @@ WINDOW = Group(1, BLOCK, PAGE, (2,), 2 * BLOCK)
 TOKENS = list(range(300))
 
 
-def identity(*groups: Group) -> Identity:
+def identity(*groups: Group, shards: int = 1) -> Identity:
     named = tuple((name, "test") for name in FIELDS)
-    return Identity(CHUNK, groups, 1, (*named, ("layout", "native:test")))
+    return Identity(CHUNK, groups, shards, (*named, ("layout", "native:test")))
 
 
 @pytest.fixture
@@ -276,6 +276,43 @@ def test_what_is_published_may_be_overwritten_at_once(client: Client) -> None:
         assert match.chunks == 4 and session.pull(match, payloads).ok
     pages = payloads.reshape(4, 2, 4, PAGE).transpose(1, 0, 2, 3).reshape(2, 16, PAGE)
     assert np.array_equal(pages, expected)
+
+
+def test_a_hit_needs_the_parts_of_all_ranks_and_each_rank_pulls_its_own(client: Client) -> None:
+    known = identity(FULL, shards=2)
+    keys = client.open(known.namespace(Variant())).keys(TOKENS)
+    ranks = [
+        WorkerSide(known, Sessions(client, known), Rank(0, shard, True), waits=True)
+        for shard in range(2)
+    ]
+    entropy = np.random.default_rng(2)
+    caches = [entropy.integers(0, 256, (2, BLOCKS, PAGE), np.uint8) for _ in ranks]
+    expected = [cache.copy() for cache in caches]
+    side, asked = SchedulerSide(known, Sessions(client, known), asynchronous=True, saves=True), []
+    for number, (rank, cache) in enumerate(zip(ranks, caches, strict=True)):
+        asked.append(request(name=str(number)))
+        assert settled(side, asked[-1]) == (0, False)
+        rank.register({0: HostMemory(list(cache))})
+        rank.save(Plan(saves=[Save(Variant(), keys, 0, (tuple(range(1, 17)),))]))
+
+    last = request(name="last")
+    assert settled(side, last) == (256, True)
+    side.allocated(last, [list(range(30, 50))], 256)
+    plan = side.plan(output({}, {}))
+    for rank, cache, had in zip(ranks, caches, expected, strict=True):
+        rank.load_now(plan)
+        assert not rank.failed_now()
+        assert np.array_equal(cache[:, 30:46], had[:, 1:17])
+    side.finished(last)
+    assert leases(client) == 0
+
+
+def test_ranks_that_hold_what_another_one_publishes_publish_nothing(client: Client) -> None:
+    known = identity(FULL)
+    session = client.open(known.namespace(Variant()))
+    copy = WorkerSide(known, Sessions(client, known), Rank(0, 0, False), waits=True)
+    copy.save(Plan(saves=[Save(Variant(), session.keys(TOKENS), 0, (tuple(range(1, 17)),))]))
+    assert not session.match(TOKENS).chunks
 
 
 def test_staging_is_bounded_and_reused() -> None:

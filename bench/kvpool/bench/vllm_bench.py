@@ -15,7 +15,7 @@ from kvpool.bench.processes import running_daemon
 from kvpool.bench.vllm_engine import Setup
 from kvpool.client import Client, connect
 
-OPTIONS = {"dtype": "bfloat16", "max_model_len": 2048, "max_num_batched_tokens": 2048}
+OPTIONS = {"dtype": "float32", "max_model_len": 2048, "max_num_batched_tokens": 2048}
 VOCABULARY = 49_000
 CAPACITY = "4GiB"
 CHUNK_TOKENS = 256
