@@ -406,6 +406,23 @@ def test_a_flood_of_requests_from_one_client_leaves_room_for_the_loop(folder: Pa
     on_a_loop(Control(embedded_service(1 << 20)), folder, flood)
 
 
+def test_the_service_catches_up_behind_its_answers(folder: Path) -> None:
+    service = embedded_service(1 << 20)
+    caught_up: list[int] = []
+    service.catch_up = lambda: caught_up.append(answers)  # type: ignore[method-assign]
+    answers = 0
+
+    async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal answers
+        for _ in range(3):
+            writer.write(frames.PING)
+            assert await reader.readexactly(4) == frames.PING
+            answers += 1
+
+    on_a_loop(Control(service), folder, ask)
+    assert caught_up == [0, 1, 2], "once per request, before the next one came"
+
+
 def test_a_background_loop_survives_its_failures_and_counts_them() -> None:
     runs: list[int] = []
 

@@ -46,9 +46,21 @@ class Control:
         self.hello_deadline_s = hello_deadline_s
         self.open: set[ControlProtocol] = set()
         self.refused = 0
+        self._resting = False
+        """`_catch_up` is due."""
 
     def __call__(self) -> ControlProtocol:
         return ControlProtocol(self)
+
+    def rest(self) -> None:
+        """Nobody waits just now: the service may catch up, behind the answers."""
+        if not self._resting:
+            self._resting = True
+            asyncio.get_running_loop().call_soon(self._catch_up)
+
+    def _catch_up(self) -> None:
+        self._resting = False
+        self.service.catch_up()
 
     def close(self) -> None:
         """Ends all connections, after the daemon's last answer on each."""
@@ -121,6 +133,8 @@ class ControlProtocol(asyncio.Protocol):
             self._check_hello()
         if pending or self._paused:
             self._go_on()
+        if not pending:
+            self._control.rest()
 
     def _go_on(self) -> None:
         """Reads only while nothing is pending and the peer takes its answers."""

@@ -267,6 +267,13 @@ class Room:
             self._note_uses()
         return self._used_at
 
+    def catch_up(self) -> None:
+        """Does what matches have put off. For moments when nobody waits."""
+        for policy in self.policies.values():
+            policy.catch_up()
+        if self._uses:
+            self._note_uses()
+
     def _note_uses(self) -> None:
         uses, self._uses = self._uses, []
         rows, times = [rows for rows, _ in uses], [now for _, now in uses]

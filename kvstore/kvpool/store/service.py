@@ -235,6 +235,11 @@ class Service:
             raise DeniedError("the attach token is unknown or was used before")
         return ticket
 
+    def catch_up(self) -> None:
+        """See `Store.catch_up`."""
+        for domain in self.domains.values():
+            domain.store.catch_up()
+
     def reap(self) -> None:
         for domain in self.domains.values():
             domain.store.reap()

@@ -474,6 +474,11 @@ class Store:
 
     # ---- time
 
+    def catch_up(self) -> None:
+        """Does what matches have put off, so that they are answered sooner. Call it when nobody
+        waits; whether and when changes no answer."""
+        self.room.catch_up()
+
     def reap(self) -> None:
         """Ends what time has ended. Call it from a timer: space comes back without traffic."""
         now = self.clock()

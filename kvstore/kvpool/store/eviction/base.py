@@ -71,6 +71,9 @@ class Policy(Protocol):
         `ValueError`, perhaps later, if one is not known.
         """
 
+    def catch_up(self) -> None:
+        """Does what `admit` and `touch` have put off. For moments when nobody waits."""
+
     def victims(self, n: int) -> Rows:
         """The first `n` evictable rows in the order of eviction; fewer only if there are no more.
 

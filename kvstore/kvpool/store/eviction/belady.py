@@ -49,6 +49,9 @@ class BeladyPolicy:
     def touch(self, rows: Rows) -> None:
         self._pending.append(rows)
 
+    def catch_up(self) -> None:
+        self._flush()
+
     def victims(self, n: int) -> Rows:
         self._flush()
         found = self._take(n)

@@ -102,6 +102,9 @@ class LruPolicy:
         if self._pending_rows >= self._block_rows:
             self._flush()
 
+    def catch_up(self) -> None:
+        self._flush()
+
     def victims(self, n: int) -> Rows:
         self._flush()
         self._rejoin()

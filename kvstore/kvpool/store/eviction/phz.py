@@ -30,8 +30,8 @@ QUEUE_SHARE = 64
 """Of this many sampled leaves, one becomes a victim: as good as the least of 64."""
 _QUEUE_MIN = 16
 _FRESH_ROWS = 4096
-_PENDING_ROWS = 1024
-_PENDING_CALLS = 16
+_PENDING_ROWS = 4096
+_PENDING_CALLS = 64
 """Uses and new rows that may wait for being looked at: bounds of the pause."""
 _HINT_STEPS = np.array([0.25, 0.85])
 """Borders between the classes of hinted probabilities: it ends, a turn ended, a tool was called."""
@@ -111,9 +111,10 @@ class PhzPolicy:
         return self._experience.guard.lead < 0
 
     def unblock(self, rows: Rows) -> None:
-        waiting = rows[self._state[rows] >= _FRESH]
-        if len(waiting):
-            self._sort_in(waiting)
+        blocked = rows[self._state[rows] == _BLOCKED]
+        if len(blocked):
+            self._state[blocked] = _FRESH
+            self._add_fresh(blocked)
 
     def demote(self, rows: Rows) -> None:
         self._flush()
@@ -129,6 +130,10 @@ class PhzPolicy:
             self._drop(row)
 
     # ---- what goes
+
+    def catch_up(self) -> None:
+        self._flush()
+        self._sort_in_fresh()
 
     def victims(self, n: int) -> Rows:
         self._prepare(n)
@@ -237,7 +242,7 @@ class PhzPolicy:
             self._flush()
 
     def _flush(self) -> None:
-        """Takes in the pending uses, new rows and hints, in their order."""
+        """Takes in what is pending, in its order."""
         if not self._pending:
             return
         pending, self._pending, self._pending_rows = self._pending, [], 0

@@ -105,6 +105,9 @@ class S3FifoPolicy:
 
     # ---- what goes
 
+    def catch_up(self) -> None:
+        self._flush()
+
     def victims(self, n: int) -> Rows:
         self._flush()
         first = self._take_demoted(n)
