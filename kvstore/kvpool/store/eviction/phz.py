@@ -147,15 +147,15 @@ class PhzPolicy:
         self._prepare(n)
         evicted = 0
         freed: list[Entry] = []
-        if self._demoted:
-            first = deque(self._take_demoted(n))
-            evicted = self._evict_from(first, n, gone, freed)
-            self._demoted.put(first)
         while (missing := n - evicted) > 0:
             few = len(self._open) <= SAMPLE_ROWS
-            if not self._queue and not self._fill(missing if few else 1):
+            if self._demoted and (first := deque(self._take_demoted(missing))):
+                evicted += self._evict_from(first, missing, gone, freed)
+                self._demoted.put(first)
+            elif self._queue or self._fill(missing if few else 1):
+                evicted += self._evict_from(self._queue, missing, gone, freed)
+            else:
                 break
-            evicted += self._evict_from(self._queue, missing, gone, freed)
             if not self._queue:
                 self._open_up(freed)
         self._open_up(freed)
