@@ -22,7 +22,7 @@ from kvpool.proto.keys import KEY_BYTES
 
 log = logging.getLogger("kvpool.vllm")
 
-DEADLINE_S = 0.25
+DEADLINE_S = 0.5
 """Of one lookup. Afterwards the request is computed, and after the client's pause the next asks."""
 PATIENCE_S = 0.002
 """A lookup that ends within this time costs no further round of scheduling."""
@@ -129,8 +129,10 @@ class SchedulerSide:
         except KvpoolError as error:
             log.warning("the store refuses this engine: %s", error)
             return None, None
-        # Without an answer this request goes on alone; the next one asks again.
-        return (None, None) if match.error else (session, match)
+        if match.error:  # this request goes on alone; the next one asks again
+            log.info("request %s goes on alone: %s", tracked.request.request_id, match.error)
+            return None, None
+        return session, match
 
     @staticmethod
     def _let_go(tracked: Tracked) -> None:
