@@ -125,10 +125,10 @@ def _measure(
         for batch in batches:
             pings, matches = [], []
             for _ in range(samples):
-                asked = _distinct(table, batch, rng)
+                asked = distinct(table, batch, rng)
                 client.ping()  # the daemon has nothing left to do, so both samples find it idle
                 pings.append(client.ping())
-                matches.append(_one_match(session, asked))
+                matches.append(one_match(session, asked))
             found[batch].pings += pings
             found[batch].matches += matches
             found[batch].excess.append(median(matches) - median(pings))
@@ -145,14 +145,15 @@ def _measure(
     ]
 
 
-def _distinct(
+def distinct(
     table: np.ndarray[tuple[int, int], np.dtype[np.uint8]], count: int, rng: np.random.Generator
 ) -> bytes:
     """`count` different keys in random order."""
     return table[rng.choice(len(table), count, replace=False)].tobytes()
 
 
-def _one_match(session: Session, packed: bytes) -> float:
+def one_match(session: Session, packed: bytes) -> float:
+    """Seconds of a match of `packed` keys, all of which are there."""
     start = time.perf_counter()
     match = session.match(packed)
     seconds = time.perf_counter() - start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -40,17 +41,16 @@ def document(command: str, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def text(command: str, rows: Sequence[Row]) -> list[str]:
-    """The same as a Markdown table under a line about the machine."""
+    """The same under a line about the machine, as a Markdown table for each kind of row."""
     facts = machine()
     head = (
         f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB, "
         f"Linux {facts['kernel']}, Python {facts['python']}, NumPy {facts['numpy']}"
     )
-    lines = [f"`{command}`", "", head, ""]
-    if rows:
-        names = list(rows[0])
-        lines += ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-        lines += ["| " + " | ".join(_cell(row.get(n)) for n in names) + " |" for row in rows]
+    lines = [f"`{command}`", "", head]
+    for names, alike in itertools.groupby(rows, key=list):
+        lines += ["", "| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+        lines += ["| " + " | ".join(_cell(row.get(n)) for n in names) + " |" for row in alike]
     return lines
 
 

@@ -55,6 +55,8 @@ class Case:
     yardstick: str
     run: Callable[[], Timing]
     reference: Callable[[], Timing] | None
+    total: int = TOTAL
+    """Bytes of one operation."""
     timings: list[Timing] = field(default_factory=list)
     references: list[Timing] = field(default_factory=list)
 
@@ -102,12 +104,13 @@ def run(
                     case.timings.append(timing)
                     if reference:
                         case.references.append(reference)
-        return [_row(case) for case in cases]
+        return [row_of(case) for case in cases]
 
 
-def _row(case: Case) -> Row:
-    rates = [TOTAL / GB / t.seconds for t in case.timings]
-    yard = [TOTAL / GB / t.seconds for t in case.references]
+def row_of(case: Case) -> Row:
+    """A row of the result."""
+    rates = [case.total / GB / t.seconds for t in case.timings]
+    yard = [case.total / GB / t.seconds for t in case.references]
     borrow = case.op == "borrow"
     return {
         "transport": case.transport,
@@ -116,12 +119,12 @@ def _row(case: Case) -> Row:
         "checksum": case.checksum,
         "gb_per_s": None if borrow else median(rates),
         "gb_per_s_spread": None if borrow else spread(rates),
-        "cpu_s_per_gb": None if borrow else median([t.cpu for t in case.timings]) * GB / TOTAL,
+        "cpu_s_per_gb": None if borrow else median([t.cpu for t in case.timings]) * GB / case.total,
         "p50_us": median([t.seconds for t in case.timings]) * 1e6,
         "yardstick": case.yardstick,
         "yardstick_gb_per_s": median(yard) if yard else None,
         "yardstick_cpu_s_per_gb": (
-            median([t.cpu for t in case.references]) * GB / TOTAL if yard else None
+            median([t.cpu for t in case.references]) * GB / case.total if yard else None
         ),
         "share_of_yardstick": (
             median([r / y for r, y in zip(rates, yard, strict=True)]) if yard else None

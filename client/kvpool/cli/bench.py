@@ -95,6 +95,30 @@ def engine(engine: str, python: str, lengths: tuple[int, ...], pairs: int, as_js
 
 
 @bench.command()
+@click.option(
+    "--path",
+    type=click.Path(exists=True, file_okay=False),
+    help="Folder on the device to be measured. Default: that of temporary files.",
+)
+@click.option(
+    "--size", "sizes", multiple=True, type=int, help="MiB per chunk. Default: 2, 8 and 32."
+)
+@click.option("--rounds", default=7, show_default=True, help="Interleaved rounds.")
+@click.option("--chunks", default=100_000, show_default=True, help="In the catalogue of a restart.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def ssd(path: str | None, sizes: tuple[int, ...], rounds: int, chunks: int, as_json: bool) -> None:
+    """Pull from the SSD and demote to it beside the bare device; restart; match meanwhile."""
+    from kvpool.bench import ssd as bench_ssd
+    from kvpool.bench.report import emit
+
+    wanted = [size << 20 for size in sizes] or list(bench_ssd.SIZES)
+    rows = bench_ssd.run(path, wanted, rounds, chunks, _progress)
+    _progress("")
+    for line in emit(_command(), rows, as_json):
+        click.echo(line)
+
+
+@bench.command()
 @click.option("--loops", default=20, show_default=True, help="Daemons that are killed.")
 @click.option("--seed", default=0, show_default=True, help="Of the moments and the chunks.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
