@@ -6,19 +6,28 @@ import json
 
 from click.testing import CliRunner
 
-from kvpool.bench import torture
+from kvpool.bench import torture_client
+from kvpool.bench.torture import Tally
 from kvpool.cli import cli
 
 
 def test_killed_daemons_lose_nothing_that_they_announced_and_serve_no_wrong_byte() -> None:
-    result = CliRunner().invoke(cli, ["bench", "torture", "--loops", "2", "--json"])
+    result = CliRunner().invoke(cli, ["bench", "torture", "--loops", "4", "--json"])
     assert result.exit_code == 0, result.output
-    figures = json.loads(result.stdout)
-    assert figures["loops"] == 2 and figures["acknowledged"] > 0 and figures["pulled"] > 0
+    (figures,) = json.loads(result.stdout)["rows"]
+    assert figures["loops"] == 4 and figures["acknowledged"] > 0 and figures["pulled"] > 0
     assert figures["wrong"] == figures["lost"] == 0
 
 
 def test_chunks_of_different_places_differ_in_every_line() -> None:
-    one, other = torture.payload(1, 0), torture.payload(1, 1)
-    for at in range(0, one.size, torture.LINE):
-        assert (one[at : at + torture.LINE] != other[at : at + torture.LINE]).any()
+    one, other = torture_client.payload(1, 0), torture_client.payload(1, 1)
+    for at in range(0, one.size, torture_client.LINE):
+        assert (one[at : at + torture_client.LINE] != other[at : at + torture_client.LINE]).any()
+
+
+def test_only_what_was_announced_last_and_not_deleted_is_promised() -> None:
+    tally = Tally()
+    for chain, chunks in ((1, 3), (1, 5), (1, 4), (2, 8), (2, 0)):
+        tally.hear({"chain": chain, "chunks": chunks})
+    assert tally.promised == {1: 5}
+    assert tally.acknowledged == 13

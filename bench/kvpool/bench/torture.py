@@ -1,39 +1,32 @@
 """`kvpool bench torture`: real daemons are killed under load; what they announced must be there.
 
 Each daemon lives on the SSD folder of the one before. First everything that was announced and not
-deleted is pulled and compared, then a client publishes, reads and deletes as fast as it can, and
-asks which chunks would survive; at a moment that the seed chooses the daemon gets SIGKILL. Only
-answers that arrived count. Chunks describe themselves, so that a wrong byte says whose it is.
+deleted is pulled and compared, then two client processes publish, read and delete as fast as they
+can, and ask which chunks would survive; at a moment that the seed chooses the daemon gets SIGKILL.
+Only answers that arrived count. Chunks describe themselves, so that a wrong byte says whose it is.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+from kvpool.bench.children import Child, ChildError, Children
+from kvpool.bench.report import Row
+from kvpool.bench.torture_client import CLIENTS, DEADLINE_S, namespace, prompt, pull
+from kvpool.client import Session, connect
 
-from kvpool.bench.children import Child, Children
-from kvpool.client import Client, Namespace, Session, connect, native
-from kvpool.proto.errors import KvpoolError
-from kvpool.proto.outcomes import Outcome
-from kvpool.transfer.copying import Bytes
-
-CHAIN = 8
-"""Chunks of a chain."""
-TOKENS = 4
-PAYLOAD_BYTES = 8 << 10
-LINE = 64
-KEPT = 200
+KEPT = 40
 """Chains that are kept on the SSD; older ones are deleted, so that nothing has to be evicted."""
 LIFE_S = (0.05, 0.8)
 """A daemon is killed so long after the load begins."""
-MEMORY = "4MiB"
+LOOP_S = 120.0
+"""When a loop is given up."""
+LOOK_S = 0.01
+MEMORY = "2MiB"
 SSD = "256MiB"
 
 
@@ -41,74 +34,77 @@ SSD = "256MiB"
 class Tally:
     """What was promised, and what became of it."""
 
-    loops: int = 0
     acknowledged: int = 0
     """Chunks of which a daemon said that they would survive it."""
     wrong: int = 0
     lost: int = 0
+    pulled: int = 0
     promised: dict[int, int] = field(default_factory=dict)
     """Chain → how many leading chunks of it must be there."""
-    next_chain: int = 0
+
+    def hear(self, event: dict[str, Any]) -> None:
+        """What a client reports, see `torture_client`."""
+        self.wrong += event.get("wrong", 0)
+        if "chunks" not in event:
+            return
+        chain, chunks = event["chain"], event["chunks"]
+        if not chunks:
+            self.promised.pop(chain, None)
+        elif chunks > self.promised.get(chain, 0):
+            self.acknowledged += chunks - self.promised.get(chain, 0)
+            self.promised[chain] = chunks
+
+    def check(self, session: Session) -> None:
+        """Pulls all that was promised. What is lost is counted once."""
+        for chain, chunks in self.promised.items():
+            hits, wrong = pull(session, chain)
+            there = sum(hits[:chunks])
+            self.wrong += wrong
+            self.lost += chunks - there
+            self.pulled += there
+            self.promised[chain] = chunks if there == chunks else 0
+        for chain in sorted(self.promised)[:-KEPT]:
+            del self.promised[chain]
+            session.delete(prompt(chain))
 
 
-def run(loops: int, seed: int, progress: Callable[[str], None]) -> dict[str, int]:
+def run(loops: int, seed: int, progress: Callable[[str], None]) -> Row:
     """Counts over `loops` killed daemons: loops, acknowledged, wrong, lost. And what pulls found:
     `pulled` chunks that were there and right."""
     dice = random.Random(seed)
-    tally, pulled = Tally(), 0
+    tally, start = Tally(), time.monotonic()
     with Children() as children:
-        for number in range(loops):
+        clients = [_client(children, number) for number in range(CLIENTS)]
+        following = list(range(CLIENTS))
+        for number in range(loops + 1):
+            children.deadline = time.monotonic() + LOOP_S
             daemon, address = _start(children, number)
-            with connect(address, deadline_s=30) as client:
-                session = client.open(namespace())
-                pulled += _check(session, tally)
-                _load_until_killed(children, daemon, client, session, tally, dice)
-            tally.loops += 1
+            with connect(address, deadline_s=DEADLINE_S) as client:
+                tally.check(client.open(namespace()))
+            if number == loops:
+                break
+            for at, child in enumerate(clients):
+                child.send(address=address, seed=dice.getrandbits(32), next=following[at])
+            _listen(children, clients, tally, dice.uniform(*LIFE_S))
+            children.kill(daemon)
+            following = [_until_ended(children, child, tally) for child in clients]
             progress(
-                f"{tally.loops} of {loops} daemons killed, {tally.acknowledged} chunks announced, "
-                f"{tally.wrong} wrong, {tally.lost} lost"
+                f"seed {seed}: {number + 1} of {loops} daemons killed, {tally.acknowledged} chunks "
+                f"announced, {tally.wrong} wrong, {tally.lost} lost"
             )
-        daemon, address = _start(children, loops)
-        with connect(address, deadline_s=30) as client:
-            pulled += _check(client.open(namespace()), tally)
     return {
-        "loops": tally.loops,
+        "loops": loops,
         "acknowledged": tally.acknowledged,
         "wrong": tally.wrong,
         "lost": tally.lost,
-        "pulled": pulled,
+        "pulled": tally.pulled,
+        "seed": seed,
+        "seconds": round(time.monotonic() - start, 1),
     }
 
 
-def namespace() -> Namespace:
-    """Chunks of two planes."""
-    return Namespace(
-        model="bench-torture",
-        revision="1",
-        kv_dtype="uint8",
-        kv_scales="none",
-        layout="native:bench",
-        chunk_tokens=TOKENS,
-        parts=(native("kv", layers=("0", "1"), nbytes=PAYLOAD_BYTES // 2),),
-        key_scheme="tokens",
-        adapter="none",
-        rope="none",
-        salt="none",
-    )
-
-
-def prompt(chain: int) -> list[int]:
-    return [chain * CHAIN * TOKENS + at for at in range(CHAIN * TOKENS)]
-
-
-def payload(chain: int, chunk: int) -> Bytes:
-    """Lines of 64 bytes: whose they are (16), where (8), the chunk (8), and 32 that follow."""
-    name = hashlib.sha256(f"chain {chain}".encode()).digest()[:16]
-    lines = []
-    for offset in range(0, PAYLOAD_BYTES, LINE):
-        head = name + offset.to_bytes(8, "little") + chunk.to_bytes(8, "little")
-        lines.append(head + hashlib.shake_128(head).digest(32))
-    return np.frombuffer(b"".join(lines), np.uint8)
+def _client(children: Children, number: int) -> Child:
+    return children.start(f"client{number}", ["-m", "kvpool.bench.torture_client"])
 
 
 def _start(children: Children, number: int) -> tuple[Child, str]:
@@ -123,72 +119,23 @@ def _start(children: Children, number: int) -> tuple[Child, str]:
     return daemon, f"unix:{socket}"
 
 
-def _check(session: Session, tally: Tally) -> int:
-    """Pulls all that was promised; returns the chunks that were right."""
-    into = session.payload(CHAIN)
-    right = 0
-    for chain, chunks in tally.promised.items():
-        with session.match(prompt(chain)) as match:
-            pulled = session.pull(match, into[: match.chunks])
-            good = [bool(outcome == Outcome.HIT) for outcome in pulled.outcomes]
-        for chunk, hit in enumerate(good):
-            if hit and not np.array_equal(into[chunk], payload(chain, chunk)):
-                tally.wrong += 1
-            elif hit:
-                right += 1
-        tally.lost += max(0, chunks - sum(good))
-    for chain in sorted(tally.promised)[:-KEPT]:
-        del tally.promised[chain]
-        session.delete(prompt(chain))
-    return right
+def _listen(children: Children, clients: list[Child], tally: Tally, seconds: float) -> None:
+    """Hears both clients for so long. Raises `ChildError` if one is done before the kill."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        children.check()
+        for child in clients:
+            event = child.poll(min(left, LOOK_S))
+            if event is None:
+                continue
+            if "ended" in event:
+                raise ChildError(f"{child.name} ended under a living daemon: {event['ended']}")
+            tally.hear(event)
 
 
-def _load_until_killed(
-    children: Children,
-    daemon: Child,
-    client: Client,
-    session: Session,
-    tally: Tally,
-    dice: random.Random,
-) -> None:
-    """Publishes, reads and deletes from another thread until SIGKILL."""
-    stop = threading.Event()
-    failures: list[BaseException] = []
-    choices = random.Random(dice.random())
-
-    def load() -> None:
-        try:
-            while not stop.is_set():
-                _one_turn(session, tally, choices)
-        except KvpoolError as error:
-            if not stop.is_set():
-                failures.append(error)
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=load, name="load")
-    thread.start()
-    time.sleep(dice.uniform(*LIFE_S))
-    stop.set()  # before the kill: errors from now on are expected
-    children.kill(daemon)
-    thread.join()
-    if failures:
-        raise failures[0]
-
-
-def _one_turn(session: Session, tally: Tally, choices: random.Random) -> None:
-    chain = tally.next_chain
-    tally.next_chain += 1
-    session.publish(prompt(chain), [payload(chain, chunk) for chunk in range(CHAIN)])
-    recent = [chain - back for back in (0, 1, 3, 6, 10) if chain >= back]
-    for other in recent:
-        told: list[Any] = session.explain(prompt(other))
-        durable = [one.durable for one in told]
-        leading = durable.index(False) if False in durable else len(durable)
-        if leading > tally.promised.get(other, 0):
-            tally.acknowledged += leading - tally.promised.get(other, 0)
-            tally.promised[other] = leading
-    if choices.random() < 0.1:  # a deletion may or may not survive: then nothing is promised
-        gone = choices.choice(recent)
-        tally.promised.pop(gone, None)
-        session.delete(prompt(gone))
+def _until_ended(children: Children, child: Child, tally: Tally) -> int:
+    """Hears the rest of what a client has to say; returns its next chain."""
+    while "ended" not in (event := children.receive(child)):
+        tally.hear(event)
+    following: int = event["next"]
+    return following

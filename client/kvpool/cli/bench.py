@@ -129,13 +129,13 @@ def torture(ctx: click.Context, loops: int, seed: int, as_json: bool) -> None:
     Exits with 1 if a byte was wrong or a chunk that was announced is lost.
     """
     from kvpool.bench import torture as bench_torture
-    from kvpool.cli.store import show
+    from kvpool.bench.report import emit
 
-    result = bench_torture.run(loops, seed, _progress)
+    row = bench_torture.run(loops, seed, _progress)
     _progress("")
-    lines = [f"{name} {value}" for name, value in result.items()]
-    show(as_json, result, lambda: lines)
-    if result["wrong"] or result["lost"]:
+    for line in emit(_command(), [row], as_json):
+        click.echo(line)
+    if row["wrong"] or row["lost"]:
         ctx.exit(1)
 
 
