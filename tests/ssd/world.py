@@ -103,6 +103,13 @@ class World:
             self.clock.now += 0.001
             self.settle()
 
+    def compute(self, keys: Sequence[bytes], seconds: float) -> None:
+        """As an engine does: looks, computes what is not there, publishes it."""
+        assert not self.match(keys).lease
+        self.clock.now += seconds
+        self.publish(keys)
+        self.settle()
+
     def match(self, keys: Sequence[bytes], **options: float) -> Match:
         return self.store.match(self.session, self.known.id, b"".join(keys), **options)  # type: ignore[arg-type]
 

@@ -27,6 +27,10 @@ def _account(account: dict[str, Any]) -> Iterator[str]:
             yield f"{word} {size(account[word])}"
 
 
+def _prefill(tokens_s: float) -> str:
+    return f", seems to compute {tokens_s:.0f} tokens/s" if tokens_s else ""
+
+
 def _ssd(tier: dict[str, Any]) -> Iterator[str]:
     how = "direct" if tier["direct"] else "buffered"
     mode = "write-through" if tier["write_through"] else "write-back"
@@ -68,6 +72,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
                 f"  namespace {space['id']}: {space['digest'][:16]} {space['model']}, "
                 f"{space['chunk_tokens']} tokens and {size(space['chunk_bytes'])} a chunk, "
                 f"{space['published']} published, {space['hit_chunks']} hit"
+                + _prefill(space["prefill_tokens_s"])
             )
         if domain.get("ssd"):
             yield from _ssd(domain["ssd"])

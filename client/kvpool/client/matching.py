@@ -19,6 +19,9 @@ from kvpool.proto.errors import InvalidError, KvpoolError, ProtocolError
 from kvpool.proto.keys import KEY_BYTES, Extra
 from kvpool.proto.outcomes import Outcome, Reason
 
+LOAD_ALL = 1e-9
+"""A prefill speed, in tokens per second, at which whatever is stored is worth loading."""
+
 
 class Query(NamedTuple):
     """What a match asks for; see `Session.match`."""

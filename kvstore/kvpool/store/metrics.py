@@ -47,6 +47,7 @@ _GAUGES = {
 _SSD_COUNTERS = {
     "hit_chunks": "Chunks that matches found on the SSD and not in memory",
     "skipped_chunks": "Chunks on the SSD that would have taken longer to load than to compute",
+    "learned_skipped_chunks": "Of these, by a prefill speed that was learned from publishes",
     "written_chunks": "Chunks that were written",
     "written_bytes": "Bytes of these",
     "device_bytes": "The same in whole blocks of the device",

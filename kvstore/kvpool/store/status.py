@@ -31,7 +31,7 @@ def domain_status(store: Store, tenant: str | None) -> dict[str, Any]:
             for account in store.room.accounts
             if tenant in (None, account.tenant)
         ],
-        "namespaces": [_namespace_status(known) for known in spaces],
+        "namespaces": [_namespace_status(store, known) for known in spaces],
         "policies": [
             {"shape": "+".join(map(str, shape)), "owner": owner, **policy.statistics()}
             for (shape, owner), policy in store.policies.items()
@@ -53,7 +53,7 @@ def _account_status(account: Account) -> dict[str, Any]:
     }
 
 
-def _namespace_status(known: KnownNamespace) -> dict[str, Any]:
+def _namespace_status(store: Store, known: KnownNamespace) -> dict[str, Any]:
     return {
         "id": known.id,
         "tenant": known.tenant,
@@ -75,6 +75,7 @@ def _namespace_status(known: KnownNamespace) -> dict[str, Any]:
         "published": known.published,
         "hit_chunks": known.hit_chunks,
         "missed": known.missed,
+        "prefill_tokens_s": store.ssd.prefill_tokens_s(known) if store.ssd is not None else 0.0,
     }
 
 

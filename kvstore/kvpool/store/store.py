@@ -174,7 +174,8 @@ class Store:
         """The longest run of leading `keys` whose needed `parts` (0: all) are servable.
 
         Under a lease, unless it is only a `peek`. What follows on the SSD belongs to the match if
-        loading it takes less time than computing it at `prefill_tokens_s` (0: unknown).
+        loading it takes less time than computing it at `prefill_tokens_s` (0: as far as publishes
+        have shown it).
         Raises `InvalidError` (keys, or one twice), `NamespaceError` (parts), `DeniedError`, and
         `BusyError` when the session is over its quarantine bound.
         """
@@ -200,11 +201,12 @@ class Store:
         if peek:
             return Match(run.hits, outcome, reason, cold=further, load_s=load_s, skipped=skipped)
         self._count(known, found, count)
-        if self.ssd is not None:
-            self.ssd.skipped_chunks += skipped
+        rows, now, ttl = run.rows, self.clock(), self._ttl(lease_s)
+        if self.ssd is not None and cold is None and found < count:
+            at, learned = found * KEY_BYTES, not prefill_tokens_s
+            self.ssd.missed(known, keys[at : at + KEY_BYTES], now, skipped, learned=learned)
         if not found:
             return Match(0, outcome, reason, skipped=skipped)
-        rows, now, ttl = run.rows, self.clock(), self._ttl(lease_s)
         if run.hits:
             self.room.protect(rows)
             self.room.use(known, rows, now)
@@ -361,7 +363,7 @@ class Store:
         known = self.namespaces[lease.namespace]
         outcomes, stored = self._writes.commit(known, lease, numbers, now, promoted=promoted)
         if self.ssd is not None and not promoted:
-            self.ssd.stored(stored)
+            self.ssd.stored(known, stored, now)
         if not lease.items:
             self.release(session, lease.id)
         return outcomes

@@ -13,6 +13,7 @@ from kvpool.store.leases import Lease
 from kvpool.store.namespaces import KnownNamespace
 from kvpool.store.records import Explanation, Loading, split_keys
 from kvpool.store.ssd.demotion import Demotion, Memory
+from kvpool.store.ssd.prefill import Prefill
 from kvpool.store.ssd.promotion import Cold, Promotion
 from kvpool.store.ssd.shelf import Shelf
 from kvpool.store.store import Store
@@ -42,12 +43,15 @@ class Ssd:
         """That matches found here and not in memory."""
         self.skipped_chunks = 0
         """That would have taken longer to load than to compute."""
+        self.learned_skipped_chunks = 0
+        """Of these, by a prefill speed that was learned."""
         self.unsaved_chunks = 0
         """Evicted from memory without having been written."""
         store.room.evicted = self._evicted
         self.facts: dict[str, Any] = {}
         """What was found at the start: where it is, and how it is read."""
         self._store = store
+        self._prefills: dict[int, Prefill] = {}
 
     # ---- reading
 
@@ -72,10 +76,27 @@ class Ssd:
     def _worth(self, known: KnownNamespace, count: int, prefill_tokens_s: float) -> bool:
         """Loading is linear in the chunks, behind what is queued, and so is computing them (at
         least): it pays for all of them or for none."""
-        if not prefill_tokens_s:
+        tokens_s = prefill_tokens_s or self.prefill_tokens_s(known)
+        if not tokens_s:
             return True
-        computing_s = count * known.namespace.chunk_tokens / prefill_tokens_s
-        return self.load_s(known, count) < computing_s
+        return self.load_s(known, count) < count * known.namespace.chunk_tokens / tokens_s
+
+    def prefill_tokens_s(self, known: KnownNamespace) -> float:
+        """How fast the engines of a namespace seem to compute; 0: not known."""
+        prefill = self._prefills.get(known.id)
+        return prefill.tokens_s if prefill is not None else 0.0
+
+    def missed(
+        self, known: KnownNamespace, key: bytes, now: float, skipped: int, *, learned: bool
+    ) -> None:
+        """A match ends before the chunk `key`, which somebody computes now. `skipped` chunks from
+        there on are here; `learned`: by the speed that was learned."""
+        self.skipped_chunks += skipped
+        self.learned_skipped_chunks += skipped if learned else 0
+        prefill = self._prefills.get(known.id)
+        if prefill is None:
+            prefill = self._prefills[known.id] = Prefill(known.namespace.chunk_tokens)
+        prefill.missed(key, now)
 
     def load_s(self, known: KnownNamespace, count: int) -> float:
         """How long loading `count` chunks would take now, in seconds."""
@@ -101,9 +122,16 @@ class Ssd:
 
     # ---- writing
 
-    def stored(self, rows: list[int]) -> None:
-        """These rows have become visible in memory."""
+    def stored(self, known: KnownNamespace, rows: list[int], now: float) -> None:
+        """A writer's rows, parents first, have become visible in memory."""
         self.demotion.stored(rows)
+        prefill = self._prefills.get(known.id)
+        if prefill is not None and rows:
+            index = self._store.index
+            above = index.parent_at[rows[0]]
+            parent = index.key_bytes(above) if above >= 0 else b""
+            first, last = index.key_bytes(rows[0]), index.key_bytes(rows[-1])
+            prefill.published(parent, first, last, len(rows), now)
 
     def turn(self) -> None:
         """Call it often: starts what should be written."""
@@ -184,6 +212,7 @@ class Ssd:
             | {
                 "hit_chunks": self.hit_chunks,
                 "skipped_chunks": self.skipped_chunks,
+                "learned_skipped_chunks": self.learned_skipped_chunks,
                 "unsaved_chunks": self.unsaved_chunks,
                 "declined_chunks": self.demotion.declined_chunks,
                 "promoted_chunks": self.promotion.promoted_chunks,
