@@ -122,9 +122,9 @@ def _fill(
 
 
 def _chains(chunks: int) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and their parents."""
-    rng, parent = np.random.default_rng(1), b""
-    for number in range(chunks):
-        key = rng.bytes(KEY_BYTES)
-        yield key, parent if number % CHAIN else b""
-        parent = key
+    """Keys and their parents, by key: a commit copies every page that it changes."""
+    table = np.frombuffer(np.random.default_rng(1).bytes(chunks * KEY_BYTES), "S32")
+    raw = table.view(np.uint8).reshape(-1, KEY_BYTES)
+    for number in np.argsort(table).tolist():
+        parent = raw[number - 1].tobytes() if number % CHAIN else b""
+        yield raw[number].tobytes(), parent

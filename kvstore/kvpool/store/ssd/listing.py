@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,8 @@ from kvpool.store.ssd.space import Space
 Pair = tuple[bytes, bytes]
 """Key and packed entry, see `entries`."""
 _HEAD, _EXTENT = 48, 32
+BLOCK = 1 << 14
+"""Entries that are Python objects at a time."""
 ADDRESS, NBYTES, GENERATION, SUM = range(4)
 
 
@@ -55,8 +58,17 @@ class Listing:
 
 def read_listing(pairs: Iterable[Pair]) -> tuple[Listing, list[bytes]]:
     """The entries, and the keys of what is none."""
-    by_length: dict[int, tuple[list[bytes], list[bytes]]] = {}
+    listings: list[Listing] = []
     damaged: list[bytes] = []
+    rest = iter(pairs)
+    while block := list(islice(rest, BLOCK)):
+        listings += _read_block(block, damaged)
+    return _joined(listings), damaged
+
+
+def _read_block(pairs: list[Pair], damaged: list[bytes]) -> list[Listing]:
+    """The entries, those of one length together."""
+    by_length: dict[int, tuple[list[bytes], list[bytes]]] = {}
     for key, value in pairs:
         extents, rest = divmod(len(value) - _HEAD, _EXTENT)
         if len(key) != KEY_BYTES or rest or extents < 1:
@@ -67,8 +79,7 @@ def read_listing(pairs: Iterable[Pair]) -> tuple[Listing, list[bytes]]:
             group = by_length[len(value)] = ([], [])
         group[0].append(key)
         group[1].append(value)
-    listings = [_columns(*group, damaged) for group in by_length.values()]
-    return _joined(listings), damaged
+    return [_columns(*group, damaged) for group in by_length.values()]
 
 
 def _columns(keys: list[bytes], values: list[bytes], damaged: list[bytes]) -> Listing:

@@ -126,11 +126,12 @@ def _load(shelf: Shelf, found: Found, known: dict[int, KnownNamespace]) -> None:
     listing = found.listing
     sizes = {number: space.extent_bytes for number, space in known.items()}
     good = usable(listing, lambda number: sizes.get(number, ()))
-    claimed = claim(listing.take(good), shelf.tier.space)
-    kept = listing.take(good).take(claimed)
+    fitting = listing.take(good)
+    claimed = claim(fitting, shelf.tier.space)
+    kept = fitting.take(claimed)
     shelf.load(kept, known.get)
     lost = [bytes(key) for key in listing.take(~good).keys]
-    lost += [bytes(key) for key in listing.take(good).take(~claimed).keys]
+    lost += [bytes(key) for key in fitting.take(~claimed).keys]
     for key in (*found.damaged, *lost):
         shelf.tier.delete(key)
     shelf.tier.flush()
