@@ -259,6 +259,55 @@ def test_key_pages_list_each_chunk_once_wherever_it_is() -> None:
     assert sorted(listed) == sorted(key for one in keys for key in one)
 
 
+def test_a_publish_below_what_is_only_on_the_ssd_is_busy_until_that_is_loaded() -> None:
+    world = World(room=12)
+    keys = chain("a", 6)
+    world.publish(keys[:5])
+    world.flood(30)
+    assert world.in_memory(keys) == 0
+    reserved = world.store.reserve(world.session, world.known.id, keys[4], keys[5])
+    assert reserved.outcomes.tolist() == [[Outcome.BUSY]] and not reserved.lease
+    assert "on the SSD" in reserved.text
+    assert world.publish(keys[5:], parent=keys[4]) == [Outcome.OK], "there is room below it"
+    assert world.store.explain(world.session, world.known.id, keys[5])[0].outcome is Outcome.MISS, (
+        "but what is committed before it came is not kept"
+    )
+    world.settle()
+    assert world.tier.counters.read_chunks == 5, "and it is asked for once"
+    assert world.publish(keys[5:], parent=keys[4]) == [Outcome.OK]
+    assert world.pull(keys) == 6
+    world.check()
+
+
+def test_a_publish_below_what_is_damaged_on_the_ssd_has_no_parent() -> None:
+    world = World(room=12)
+    keys = chain("a", 4)
+    world.publish(keys[:3])
+    world.flood(30)
+    shelf = world.ssd.shelf
+    (extent,) = shelf.extents(shelf.find(world.known, keys[1]), (0,))
+    world.disk.flip(extent.address + 300)
+    assert world.publish(keys[3:], parent=keys[2]) == [Outcome.BUSY]
+    world.settle()
+    assert world.publish(keys[3:], parent=keys[2]) == [Outcome.NO_PARENT]
+    world.check()
+
+
+def test_a_publish_below_what_a_dead_device_has_is_told_that_it_has_no_parent() -> None:
+    world = World(room=12)
+    keys = chain("a", 4)
+    world.publish(keys[:3])
+    world.flood(30)
+    world.disk.faults.reading = OSError(5, "Input/output error")
+    assert world.publish(keys[3:], parent=keys[2]) == [Outcome.BUSY]
+    world.settle()
+    assert "is down" in world.ssd.trouble()
+    assert world.publish(keys[3:], parent=keys[2]) == [Outcome.NO_PARENT]
+    world.disk.faults.reading = None
+    world.clock.now += 60
+    world.check()
+
+
 # ---- damage and failure
 
 

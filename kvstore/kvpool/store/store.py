@@ -319,8 +319,9 @@ class Store:
         """Room for `parts` (0: all) of the chunks `keys`, which follow one another and `parent`.
 
         Per item OK, EXISTS, WRITING, NO_PARENT or BUSY. Room is made in chain order and for whole
-        chunks, so what does not fit is a tail. Raises `InvalidError`, `NamespaceError` (parts),
-        `DeniedError`, and `BusyError` (quarantine).
+        chunks, so what does not fit is a tail. A parent that is only on the SSD is loaded: BUSY
+        until it is there. Raises `InvalidError`, `NamespaceError` (parts), `DeniedError`, and
+        `BusyError` (quarantine).
         """
         known = self.known(session, namespace)
         self._check_quarantine(session)
@@ -330,6 +331,11 @@ class Store:
         if (plan.outcomes == Outcome.BUSY).any():
             self.counters.busy += 1
             text = self.busy_text(known)
+        lost = (plan.outcomes == Outcome.NO_PARENT).any()
+        if lost and self.ssd is not None and self.ssd.bring_up(known, parent):
+            self.counters.busy += 1
+            plan.outcomes[:] = Outcome.BUSY
+            text = "the chunk above is on the SSD and is being loaded; publish again soon"
         if not plan.items:
             self.room.unprotect(known, plan.chain, empties=True)
             return Reservation(plan.outcomes, b"", 0.0, plan.extents(), text)
@@ -542,12 +548,13 @@ class Store:
         only = [
             (key, space)
             for key, space in zip(split_keys(keys) if keys else (), spaces, strict=True)
-            if not self._in_memory(space, key)
+            if not self.holds(space, key)
         ]
         more = following + behind if following else 0
         return b"".join(key for key, _ in only), [space for _, space in only], more
 
-    def _in_memory(self, namespace: int, key: bytes) -> bool:
+    def holds(self, namespace: int, key: bytes) -> bool:
+        """Whether some part of the chunk is in memory."""
         row = self.index.find_one(namespace, key)
         return row != NO_ROW and self.index.resident_at[row] != 0
 

@@ -27,7 +27,7 @@ class Outcome(IntEnum):
     CORRUPT = 7
     """The bytes failed their checksum or header; quarantined and counted."""
     BUSY = 8
-    """No room now: everything is leased, pinned or quarantined."""
+    """Not now: everything is leased, pinned or quarantined, or the chunk above is being loaded."""
     TOO_LARGE = 9
     """Larger than the tier, segment or limit can ever hold."""
     TOO_SMALL = 10

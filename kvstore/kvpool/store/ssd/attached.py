@@ -8,7 +8,7 @@ from typing import Any
 from kvpool.proto.keys import KEY_BYTES
 from kvpool.proto.outcomes import Outcome, Reason
 from kvpool.store.eviction.admission import DEFAULT_ADMISSION
-from kvpool.store.index import LINKED, NO_ROW
+from kvpool.store.index import LINKED, NO_ROW, ROOT
 from kvpool.store.leases import Lease
 from kvpool.store.namespaces import KnownNamespace
 from kvpool.store.records import Explanation, Loading, split_keys
@@ -119,6 +119,23 @@ class Ssd:
             Outcome.HIT if pending else cold.outcome,
             self.promotion.wait_s(cold) if pending else 0.0,
         )
+
+    def bring_up(self, known: KnownNamespace, key: bytes) -> bool:
+        """Brings a chunk that is only here on its way into memory, with what is above it. False if
+        that cannot be."""
+        if known.id not in self.shelf.known or self.shelf.tier.down:
+            return False
+        index, row = self.shelf.index, self.shelf.find(known, key)
+        keys: list[bytes] = []
+        while row >= 0 and index.state_at[row] == LINKED and not self._store.holds(known.id, key):
+            keys.append(key)
+            row = index.parent_at[row]
+            key = index.key_bytes(row) if row >= 0 else b""
+        if not keys or (row < 0 and row != ROOT):
+            return False
+        coming = self.promotion.start(known, key, keys[::-1])
+        self.shelf.tier.flush()
+        return coming
 
     # ---- writing
 

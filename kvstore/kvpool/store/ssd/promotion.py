@@ -133,6 +133,15 @@ class Promotion:
         cold.outcome, cold.climb = climb.obstacle, None
         return False
 
+    def start(self, known: KnownNamespace, parent: bytes, keys: list[bytes]) -> bool:
+        """Brings `keys`, which follow `parent` (empty: none) in memory, on their way for whoever
+        comes for them. False if they cannot be had."""
+        if keys[0] in self._climbs:
+            return True
+        climb = _Climb(known, parent, keys, len(keys))
+        self._fill(climb)
+        return climb.obstacle in (Outcome.HIT, Outcome.BUSY)
+
     def wait_s(self, cold: Cold) -> float:
         """When it is worth to ask again, in seconds."""
         return self._shelf.tier.estimate_s(sum(cold.known.extent_bytes))
