@@ -55,6 +55,8 @@ class Ghosts:
     def take(self, tags: Tags) -> tuple[NDArray[np.int64], Ghost]:
         """Positions in `tags` that are remembered, and what of them; they are forgotten."""
         found, ghost = self._take_buried(tags)
+        if not self._graves:  # a million rows are admitted at once when a daemon starts
+            return found, ghost
         new = [i for i, tag in enumerate(tags.tolist()) if tag in self._graves]
         if not new:
             return found, ghost
