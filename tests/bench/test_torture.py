@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import cast
 
+import pytest
 from click.testing import CliRunner
 
-from kvpool.bench import torture_client
+from kvpool.bench import torture, torture_client
 from kvpool.bench.torture import Tally
 from kvpool.cli import cli
+from kvpool.client import Session
 
 
 def test_killed_daemons_lose_nothing_that_they_announced_and_serve_no_wrong_byte() -> None:
@@ -31,3 +34,24 @@ def test_only_what_was_announced_last_and_not_deleted_is_promised() -> None:
         tally.hear({"chain": chain, "chunks": chunks})
     assert tally.promised == {1: 5}
     assert tally.acknowledged == 13
+
+
+def test_a_promised_chunk_that_is_not_delivered_is_lost_once_whatever_came_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tally = Tally(promised={1: 4})
+    monkeypatch.setattr(
+        torture, "pull", lambda session, chain: ([True, False, True, True, True], 0)
+    )
+    for _ in range(2):
+        tally.check(cast(Session, None))
+    assert (tally.lost, tally.pulled) == (1, 3)
+
+
+@pytest.mark.parametrize("bad", ["wrong", "lost"])
+def test_a_wrong_or_lost_chunk_ends_the_command_with_1(
+    monkeypatch: pytest.MonkeyPatch, bad: str
+) -> None:
+    row = {"loops": 1, "acknowledged": 8, "wrong": 0, "lost": 0}
+    monkeypatch.setattr(torture, "run", lambda *arguments: row | {bad: 1})
+    assert CliRunner().invoke(cli, ["bench", "torture", "--json"]).exit_code == 1
