@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from kvpool.bench.traces import NEVER, Trace
 from kvpool.store.eviction.base import Hint
+from kvpool.store.hints import TOOL, TURN
 
 KINDS = ("none", "oracle", "stop")
 
-_TOOL = Hint(will_continue=0.97)
-_TURN = Hint(will_continue=0.71)
+_TOOL = Hint(will_continue=TOOL)
+_TURN = Hint(will_continue=TURN)
 _GOES_ON = Hint(will_continue=1.0)
 _ENDS = Hint(will_continue=0.0)
 _TOOL_GAP_S = 60.0
