@@ -486,6 +486,8 @@ class Store:
         """Does what matches have put off, so that they are answered sooner. Call it when nobody
         waits; whether and when changes no answer."""
         self.room.catch_up()
+        if self.ssd is not None:
+            self.ssd.shelf.catch_up()
 
     def reap(self) -> None:
         """Ends what time has ended. Call it from a timer: space comes back without traffic."""

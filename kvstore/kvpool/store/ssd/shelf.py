@@ -95,6 +95,11 @@ class Shelf:
             self.policies[shape] = policy
         return policy
 
+    def catch_up(self) -> None:
+        """See `Policy.catch_up`."""
+        for policy in self.policies.values():
+            policy.catch_up()
+
     def _shape(self, known: KnownNamespace) -> Shape:
         """The size classes of its parts, ascending; none if a part is too large."""
         shape = self._shapes.get(known.id)
