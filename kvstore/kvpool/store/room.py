@@ -271,7 +271,7 @@ class Room:
         """Does what matches have put off. For moments when nobody waits."""
         for policy in self.policies.values():
             policy.catch_up()
-        if self._uses:
+        if 4 * len(self._uses) >= _USES:
             self._note_uses()
 
     def _note_uses(self) -> None:

@@ -210,7 +210,7 @@ class Store:
         if run.hits:
             self.room.protect(rows)
             self.room.use(known, rows, now)
-        nbytes = run.hits * sum(known.extent_bytes[part] for part in run.indices)
+        nbytes = run.hits * sum([known.extent_bytes[part] for part in run.indices])
         lease = self.leases.grant(session.id, session.tenant, known.id, rows, now + ttl, nbytes)
         if self.ssd is not None and cold is not None:
             self.ssd.hold(cold, lease)

@@ -72,7 +72,8 @@ class Policy(Protocol):
         """
 
     def catch_up(self) -> None:
-        """Does what `admit` and `touch` have put off. For moments when nobody waits."""
+        """Does what `admit` and `touch` have put off, if it is worth it: for moments when nobody
+        waits, before so much is pending that a later call has to do it."""
 
     def victims(self, n: int) -> Rows:
         """The first `n` evictable rows in the order of eviction; fewer only if there are no more.

@@ -103,7 +103,8 @@ class LruPolicy:
             self._flush()
 
     def catch_up(self) -> None:
-        self._flush()
+        if 4 * self._pending_rows >= self._block_rows:
+            self._flush()
 
     def victims(self, n: int) -> Rows:
         self._flush()

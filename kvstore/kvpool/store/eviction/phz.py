@@ -132,8 +132,10 @@ class PhzPolicy:
     # ---- what goes
 
     def catch_up(self) -> None:
-        self._flush()
-        self._sort_in_fresh()
+        if 4 * self._pending_rows >= _PENDING_ROWS or 4 * len(self._pending) >= _PENDING_CALLS:
+            self._flush()
+        if 4 * self._fresh_rows >= _FRESH_ROWS:
+            self._sort_in_fresh()
 
     def victims(self, n: int) -> Rows:
         self._prepare(n)
