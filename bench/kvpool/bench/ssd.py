@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -145,20 +146,30 @@ class _Mover:
 
 
 class BareFile:
-    """One preallocated file, read and written directly in pieces of one chunk."""
+    """A preallocated file, read and written directly in pieces of one chunk, as the tier's are:
+    where one set was written, the next is not, and what is read was written some sets before."""
 
     def __init__(self, fd: int, size: int, total: int, pool: ThreadPoolExecutor) -> None:
         self._fd = fd
         self._pool = pool
+        self._total = total
         memory: Bytes = np.frombuffer(mmap.mmap(-1, total), np.uint8)
         memory[:] = np.random.default_rng(size).integers(0, 256, total, np.uint8)
         self._pieces = [(memory[at : at + size], at) for at in range(0, total, size)]
+        self._reads = self._writes = 0
 
     def read(self) -> Timing:
-        return self._timed(READERS, self._read_piece)
+        """The oldest set."""
+        start = self._reads % (BEHIND + 1) * self._total
+        self._reads += 1
+        return self._timed(READERS, partial(self._read_piece, start))
 
     def write(self) -> Timing:
-        return self._timed(WRITERS, self._write_piece, lambda: os.fdatasync(self._fd))
+        """Another set, over one that was read."""
+        start = self._writes % (BEHIND + 1) * self._total
+        self._writes += 1
+        move = partial(self._write_piece, start)
+        return self._timed(WRITERS, move, lambda: os.fdatasync(self._fd))
 
     def _timed(
         self,
@@ -177,11 +188,11 @@ class BareFile:
         end()
         return Timing(time.perf_counter() - start[0], time.process_time() - start[1])
 
-    def _read_piece(self, piece: Bytes, at: int) -> None:
-        self._whole(os.preadv(self._fd, [piece], at), piece)
+    def _read_piece(self, start: int, piece: Bytes, at: int) -> None:
+        self._whole(os.preadv(self._fd, [piece], start + at), piece)
 
-    def _write_piece(self, piece: Bytes, at: int) -> None:
-        self._whole(os.pwritev(self._fd, [piece], at), piece)
+    def _write_piece(self, start: int, piece: Bytes, at: int) -> None:
+        self._whole(os.pwritev(self._fd, [piece], start + at), piece)
 
     def _whole(self, done: int, piece: Bytes) -> None:
         if done != piece.size:
@@ -193,10 +204,11 @@ def bare_file(path: Path, size: int, total: int) -> Iterator[BareFile]:
     """The yardstick, on the same file system."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
     try:
-        os.posix_fallocate(fd, 0, total)
+        os.posix_fallocate(fd, 0, (BEHIND + 1) * total)
         with ThreadPoolExecutor(max(READERS, WRITERS)) as pool:
             bare = BareFile(fd, size, total, pool)
-            bare.write()
+            for _ in range(BEHIND):
+                bare.write()
             yield bare
     finally:
         os.close(fd)

@@ -11,8 +11,8 @@ there was no SSD.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,12 +41,11 @@ of what makes room for it."""
 
 @dataclass(slots=True)
 class _Writing:
-    """A chunk on its way, and the children that were announced before it."""
+    """A chunk on its way."""
 
     known: KnownNamespace
     draft: Draft
     lease: Lease
-    children: list[tuple[KnownNamespace, Entry]] = field(default_factory=list)
 
 
 class Demotion:
@@ -72,6 +71,10 @@ class Demotion:
         self._shelf = shelf
         self._memory = memory
         self._writing: dict[bytes, _Writing] = {}
+        self._early: dict[bytes, tuple[KnownNamespace, Entry]] = {}
+        """Announced, but something above it is still on its way."""
+        self._below: dict[bytes, list[bytes]] = {}
+        """What came early, by its parent."""
         self._fresh: deque[int] = deque()
         self._seen = -1
         """What had changed when all that is to go was last found to be written."""
@@ -121,7 +124,7 @@ class Demotion:
         dirty = [
             row
             for row, key in victims.items()
-            if key not in self._writing and self._missing(known[index.namespace_at[row]], row, key)
+            if not self._on_way(key) and self._missing(known[index.namespace_at[row]], row, key)
         ]
         old = self._declined.get(policy, set())
         asked = [row for row in dirty if victims[row] not in old]
@@ -149,20 +152,18 @@ class Demotion:
         writing = self._writing.get(key)
         if writing is not None:
             self._shelf.tier.cancel(writing.draft)
-            return
-        for writing in self._writing.values():
-            for child in [one for one in writing.children if one[1].key == key]:
-                writing.children.remove(child)
-                self._drop(child[1])
+        elif key in self._early:
+            self._drop(key)
 
     def forget_namespace(self, known: KnownNamespace) -> None:
         """As `forget`, of everything in a namespace."""
-        for key in [key for key, one in self._writing.items() if one.known is known]:
+        writing = [key for key, one in self._writing.items() if one.known is known]
+        early = [key for key, (owner, _) in self._early.items() if owner is known]
+        for key in writing + early:
             self.forget(key)
-        for writing in self._writing.values():
-            for child in [one for one in writing.children if one[0] is known]:
-                writing.children.remove(child)
-                self._drop(child[1])
+
+    def _on_way(self, key: bytes) -> bool:
+        return key in self._writing or key in self._early
 
     def _write_chain(self, row: int) -> bool:
         """Starts to write a row and what is above it; False if the tier takes no more now."""
@@ -170,7 +171,7 @@ class Demotion:
         while row >= 0 and index.state_at[row] == LINKED and index.resident_at[row]:
             known = self._store.namespaces[index.namespace_at[row]]
             key = index.key_bytes(row)
-            if key in self._writing or not self._missing(known, row, key):
+            if self._on_way(key) or not self._missing(known, row, key):
                 row = ROOT
                 break
             if not self._shelf.fits(known):
@@ -230,23 +231,30 @@ class Demotion:
     def _done(self, key: bytes, entry: Entry | None) -> None:
         writing = self._writing.pop(key)
         self._store.let_go(writing.lease)
-        if entry is not None:
-            self._arrived(writing.known, entry)
-        for known, child in writing.children:
-            if entry is not None:
-                self._arrived(known, child)
-            else:
-                self._drop(child)
-
-    def _arrived(self, known: KnownNamespace, entry: Entry) -> None:
-        """Takes an announced entry on the shelf, below its parent."""
-        parent = self._writing.get(entry.parent)
-        if parent is not None:
-            parent.children.append((known, entry))
+        if entry is None:
+            self._drop(key)
+        elif self._on_way(entry.parent):
+            self._early[key] = writing.known, entry
+            self._below.setdefault(entry.parent, []).append(key)
         else:
-            self._shelf.add(known, entry)
+            self._shelf.add(writing.known, entry)
+            for child in self._arrived_below(key):
+                self._shelf.add(*child)
 
-    def _drop(self, entry: Entry) -> None:
-        """Announced, but of no use: what is above it was not stored."""
-        self._shelf.tier.delete(entry.key)
-        self._shelf.tier.release(entry.extents)
+    def _arrived_below(self, key: bytes) -> Iterator[tuple[KnownNamespace, Entry]]:
+        """What came early and is below `key`, parents first; it does not wait any more."""
+        waiting = deque(self._below.pop(key, ()))
+        while waiting:
+            child = waiting.popleft()
+            early = self._early.pop(child, None)
+            if early is not None:
+                yield early
+                waiting += self._below.pop(child, ())
+
+    def _drop(self, key: bytes) -> None:
+        """A chunk does not arrive: what was announced of it and below it is of no use."""
+        early = self._early.pop(key, None)
+        gone = [early] if early is not None else []
+        for _, entry in [*gone, *self._arrived_below(key)]:
+            self._shelf.tier.delete(entry.key)
+            self._shelf.tier.release(entry.extents)

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvpool.store.ssd.disk import CatalogueFullError
 from kvpool.store.ssd.entries import Entry, SpaceRecord
+from kvpool.store.ssd.lanes import Lane
 from kvpool.transfer.copying import Bytes
 
 
@@ -169,9 +170,15 @@ class SimulatedCatalogue:
             raise self.faults.committing
 
 
+_THREADS: dict[int, int] = {Lane.READ: 8, Lane.WRITE: 2, Lane.CATALOGUE: 1}
+
+
 @dataclass
 class SimulatedLanes:
-    """Runs submitted work one piece at a time, in the order that the dice choose. See `Lanes`."""
+    """Runs submitted work one piece at a time, in the order that the dice choose. See `Lanes`.
+
+    A lane with several threads starts its work in order, and ends it in any.
+    """
 
     dice: random.Random
     waiting: list[tuple[int, Callable[[], object], Callable[[object], None]]] = field(
@@ -182,11 +189,12 @@ class SimulatedLanes:
         self.waiting.append((lane, work, done))
 
     def step(self) -> bool:
-        """Runs one piece, of any lane; within the lanes of order, the first. False if none is."""
+        """Runs one piece, of any lane, that a thread could have begun. False if none is."""
         if not self.waiting:
             return False
         lane = self.dice.choice(sorted({lane for lane, _, _ in self.waiting}))
-        at = next(i for i, item in enumerate(self.waiting) if item[0] == lane)
+        begun = [i for i, item in enumerate(self.waiting) if item[0] == lane][: _THREADS[lane]]
+        at = self.dice.choice(begun)
         _, work, done = self.waiting.pop(at)
         try:
             result = work()
