@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvpool.proto.outcomes import Outcome, Reason
 from kvpool.store.ssd.condition import HANG_S
 from kvpool.store.ssd.simulated import Crash
-from tests.ssd.samples import key_of
+from tests.ssd.samples import key_of, namespace
 from tests.ssd.world import World, chain
 
 
@@ -88,6 +88,47 @@ def test_the_ssd_evicts_leaves_first_and_its_room_is_used_again() -> None:
     assert stored[0].hits + stored[0].cold == 0, "the oldest chain is gone"
     assert stored[-1].hits + stored[-1].cold == 4, "the newest is there"
     assert world.ssd.shelf.evicted_chunks > 80
+    world.check()
+
+
+def test_another_size_of_chunks_takes_the_segments_that_were_not_used_for_longest() -> None:
+    world = World()  # ten segments: of five small chunks each, or of three large ones
+    small, large = world.known, namespace(9000, model="other")
+    hot = chain("hot", 4)
+    world.publish(hot)
+    world.flood(60)
+    assert world.pull(hot) == 0, "the SSD is full"
+    world.publish(hot)
+    world.flood(12)
+    world.switch(large)
+    slot = world.tier.space.slot_bytes(world.form.nbytes)
+    chains = [chain(f"large{name}", 1) for name in range(21)]
+    for keys in chains[:10]:
+        world.publish(keys)
+        world.flood(1)
+    taken = world.tier.space.statistics().segments_by_class
+    assert world.ssd.shelf.reassigned_segments >= taken[slot] > 1, "and not its first for ever"
+    assert world.store.match(world.session, small.id, hot[0], peek=True).cold == 1
+    for keys in chains[10:]:
+        world.publish(keys)
+        world.flood(2)
+    taken = world.tier.space.statistics().segments_by_class
+    assert taken[slot] >= 9, "who is alone gets all"
+    assert [world.pull(keys) for keys in chains[-8:]] == [1] * 8
+    world.check()
+
+
+def test_a_segment_that_somebody_reads_is_not_given_to_another_size() -> None:
+    world = World(segments=3)
+    keys = chain("a", 3)
+    world.publish(keys)
+    world.flood(7)
+    match = world.match(keys)
+    assert match.cold == 3
+    world.switch(namespace(9000, model="other"))
+    world.flood(20)
+    assert world.load(match).chunks == 3
+    world.store.release(world.session, match.lease)
     world.check()
 
 

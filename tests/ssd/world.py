@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvpool.proto.namespace import Namespace
 from kvpool.proto.outcomes import Outcome
 from kvpool.store.records import Loading
 from kvpool.store.ssd.attached import Ssd
@@ -74,6 +75,11 @@ class World:
 
     def view(self, address: int, nbytes: int) -> Bytes:
         return self.memory[address : address + nbytes]
+
+    def switch(self, namespace: Namespace) -> None:
+        """From now on chunks of this one are meant."""
+        self.known = self.store.open_namespace(TENANT, namespace)[0]
+        self.form = forms_of(namespace, self.known.digest)[0]
 
     def settle(self) -> None:
         """All that should be written is written, and all work is done."""

@@ -319,6 +319,14 @@ class SlabAllocator:
         size = self.slot_bytes(except_class)
         return np.flatnonzero((self._slot_bytes != 0) & (self._slot_bytes != size))
 
+    def used_slots(self) -> Integers:
+        """By segment: how many of its slots are in use."""
+        used = np.zeros(len(self._slot_bytes), np.int64)
+        for kind in self._classes.values():
+            rows = np.flatnonzero(kind.segment >= 0)
+            used[kind.segment[rows]] = kind.slots - kind.free[rows]
+        return used
+
     def segment_range(self, segment: int) -> tuple[int, int]:
         """First address of the segment, and the first behind it. `ValueError` if there is none."""
         if not 0 <= segment < len(self._slot_bytes):

@@ -56,6 +56,7 @@ _SSD_COUNTERS = {
     "promoted_chunks": "Chunks that came back into memory",
     "failed_chunks": "Chunks that should have and did not",
     "evicted_chunks": "Chunks that made room for others on the SSD",
+    "reassigned_segments": "Segments of the SSD that were emptied for another size of chunks",
     "deleted_chunks": "Entries that were deleted, evicted ones among them",
     "corrupt_chunks": "Chunks whose bytes were not what had been written",
     "read_errors": "Reads that the device refused",

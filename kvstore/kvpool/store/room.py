@@ -481,7 +481,7 @@ class Room:
 
         The declared exception to "one publish evicts one victim". O(rows), and rare.
         """
-        doomed = segments.to_empty(self, slot, account, before)
+        doomed = segments.to_empty(self, slot, before, lambda rows: self.may_take(rows, account))
         if not doomed:
             return False
         self._evict_all(doomed)

@@ -235,6 +235,7 @@ class Ssd:
                 "promoted_chunks": self.promotion.promoted_chunks,
                 "failed_chunks": self.promotion.failed_chunks,
                 "evicted_chunks": self.shelf.evicted_chunks,
+                "reassigned_segments": self.shelf.reassigned_segments,
             },
         }
 

@@ -225,8 +225,8 @@ class Demotion:
             slot = tier.space.slot_bytes(nbytes)
             reserve = max(1, min(RESERVE, tier.space.capacity_bytes // slot // 8))
             lacking = reserve - tier.space.free_slots(nbytes) - tier.leaving
-            if lacking > 0 and not self._shelf.evict(lacking, slot):
-                self._shelf.evict(lacking)
+            if lacking > 0:
+                self._shelf.make_room(lacking, slot)
 
     def _done(self, key: bytes, entry: Entry | None) -> None:
         writing = self._writing.pop(key)

@@ -10,6 +10,7 @@ under a lease keeps its extents until the lease ends.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,6 +18,8 @@ import numpy.typing as npt
 
 from kvpool.proto.errors import TooLargeError
 from kvpool.proto.outcomes import Reason
+from kvpool.store import segments
+from kvpool.store.allocator import SlabAllocator
 from kvpool.store.eviction import make_policy
 from kvpool.store.eviction.base import Facts, Policy
 from kvpool.store.ghosts import Ghosts
@@ -39,7 +42,11 @@ class Shelf:
         self.policies: dict[Shape, Policy] = {}
         self.known: dict[int, KnownNamespace] = {}
         """By the store's number of the namespace."""
+        self.used_at = np.zeros(self.index.capacity, np.float64)
+        """By row: the time of its last use in this life."""
         self.evicted_chunks = 0
+        self.reassigned_segments = 0
+        self._evictions: dict[int, int] = {}  # by class, since it last looked at the others
         self._policy = policy
         self._seed = seed
         self._reads = Reads(self.index, self.ghosts)
@@ -156,6 +163,7 @@ class Shelf:
     def use(self, known: KnownNamespace, rows: Rows) -> None:
         """`rows`, parents first, were asked for, or would have been if memory had not had them."""
         self.policy_of(known).touch(rows)
+        self.used_at[rows] = self.tier.clock()
 
     def protect(self, rows: Rows) -> None:
         """One lease more on each of `rows`, which are distinct."""
@@ -189,6 +197,7 @@ class Shelf:
                 self.tier.release(entry.extents)
                 return False
             row = index.insert(known.id, entry.key, above)
+            self.used_at[row] = self.tier.clock()
         for extent in entry.extents:
             index.address_at[extent.part][row] = extent.address
             index.generation_at[extent.part][row] = extent.generation
@@ -238,8 +247,49 @@ class Shelf:
             if slot is None or slot in shape:
                 evicted += policy.evict(count - evicted, self._gone)
         self.evicted_chunks += evicted
+        if slot is not None:
+            self._evictions[slot] = self._evictions.get(slot, 0) + evicted
         self.tier.flush()
         return evicted
+
+    def make_room(self, count: int, slot: int) -> None:
+        """Up to `count` chunks with a part of class `slot` go; or a whole segment of another class,
+        if there are none, or once per segment's worth of such evictions, if it is older."""
+        if not (self._takes_turn(slot) or self.evict(count, slot)):
+            self._empty_segment(slot)
+
+    def _takes_turn(self, slot: int) -> bool:
+        """Otherwise a class that came late would live in its first segment for ever."""
+        if self._evictions.get(slot, 0) < self.slabs.segment_bytes // slot:
+            return False
+        self._evictions[slot] = 0
+        victims = [p.victims(1) for shape, p in self.policies.items() if slot in shape]
+        oldest = [float(self.used_at[rows[0]]) for rows in victims if len(rows)]
+        return self._empty_segment(slot, min(oldest, default=math.inf))
+
+    def _empty_segment(self, slot: int, before: float = math.inf) -> bool:
+        """The least recently used segment of another class goes, if last used `before`: see
+        `segments.to_empty`. O(rows), and rare."""
+        doomed = segments.to_empty(self, slot, before, lambda rows: True)
+        index, gone = self.index, set(doomed)
+        leaves = [row for row in doomed if not index.children_at[row]]
+        for row in leaves:
+            parent = index.parent_at[row]
+            known = self.known[index.namespace_at[row]]
+            self.remove(known, index.key_bytes(row), Reason.EVICTED)
+            if parent in gone and not index.children_at[parent]:
+                leaves.append(parent)
+        self.evicted_chunks += len(doomed)
+        self.reassigned_segments += bool(doomed)
+        return bool(doomed)
+
+    @property
+    def slabs(self) -> SlabAllocator:
+        return self.tier.space.slabs
+
+    def segments_of(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The allocator's segment of each address."""
+        return self.slabs.segments_of(addresses)
 
     def _gone(self, row: int) -> int:
         index = self.index

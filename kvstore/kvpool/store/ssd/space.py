@@ -15,20 +15,20 @@ class Space:
 
     def __init__(self, files: int, file_bytes: int, segment_bytes: int, block_bytes: int) -> None:
         """REQUIRES: a file is whole segments, a segment whole blocks, a block a power of two."""
-        self._slabs = SlabAllocator(file_bytes, segment_bytes)
+        self.slabs = SlabAllocator(file_bytes, segment_bytes)
         self._block = block_bytes
         self.quarantined_bytes = 0
         """Where damaged bytes were found: out of use until the next start."""
         for _ in range(files):
-            self._slabs.add_region()
+            self.slabs.add_region()
 
     @property
     def capacity_bytes(self) -> int:
-        return self._slabs.capacity_bytes
+        return self.slabs.capacity_bytes
 
     @property
     def segment_bytes(self) -> int:
-        return self._slabs.segment_bytes
+        return self.slabs.segment_bytes
 
     def rounded(self, nbytes: int) -> int:
         """`nbytes` in whole blocks: what is taken and written for them."""
@@ -36,13 +36,13 @@ class Space:
 
     def slot_bytes(self, nbytes: int) -> int:
         """The size class. Raises `TooLargeError` if no segment could hold one."""
-        return self._slabs.slot_bytes(self.rounded(nbytes))
+        return self.slabs.slot_bytes(self.rounded(nbytes))
 
     def allocate(self, sizes: Sequence[int]) -> list[int] | None:
         """An address for each, or None if not all fit."""
         found: list[int] = []
         for nbytes in sizes:
-            address = self._slabs.allocate(self.rounded(nbytes), 1).tolist()
+            address = self.slabs.allocate(self.rounded(nbytes), 1).tolist()
             if not address:
                 self.free(found)
                 return None
@@ -53,7 +53,7 @@ class Space:
         """These may be written again."""
         freed = np.fromiter(addresses, np.int64)
         if len(freed):
-            self._slabs.free(freed)
+            self.slabs.free(freed)
 
     def quarantine(self, nbytes: int) -> None:
         """One extent of `nbytes` is never freed."""
@@ -61,7 +61,7 @@ class Space:
 
     def free_slots(self, nbytes: int) -> int:
         """How many extents of `nbytes` would fit now."""
-        return self._slabs.free_slots(self.rounded(nbytes))
+        return self.slabs.free_slots(self.rounded(nbytes))
 
     def claim(
         self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
@@ -72,11 +72,11 @@ class Space:
         for nbytes in np.unique(rounded).tolist():
             if 0 < nbytes <= self.segment_bytes:
                 mine = np.flatnonzero(rounded == nbytes)
-                good[mine] = self._slabs.claim(addresses[mine], nbytes)
+                good[mine] = self.slabs.claim(addresses[mine], nbytes)
         return good
 
     def statistics(self) -> SlabStatistics:
-        return self._slabs.statistics()
+        return self.slabs.statistics()
 
     def check_integrity(self) -> None:
-        self._slabs.check_integrity()
+        self.slabs.check_integrity()

@@ -172,7 +172,7 @@ class Tier:
         self._disk = disk
         self._catalogue = catalogue
         self._lanes = lanes
-        self._clock = clock
+        self.clock = clock
         self._batch = _Batch()
         self._committing: _Batch | None = None
         self._suspects: set[int] = set()
@@ -379,7 +379,7 @@ class Tier:
         """
         nbytes = sum(extent.nbytes for extent in extents)
         self.reading_bytes += nbytes
-        started = self._clock()
+        started = self.clock()
 
         def work() -> str:
             for extent, target, form in zip(extents, targets, forms, strict=True):
@@ -411,7 +411,7 @@ class Tier:
         else:
             self.counters.read_chunks += 1
             self.counters.read_bytes += nbytes
-            self.speed.learn(nbytes, started, self._clock())
+            self.speed.learn(nbytes, started, self.clock())
 
     def _blame(self, addresses: Sequence[int]) -> bool:
         """True if reading these has failed before: then it is the place, not the moment."""
@@ -427,7 +427,7 @@ class Tier:
 
     def tick(self) -> None:
         """Call it every second or so: hangs are noticed, a tier that is down is tried again."""
-        now = self._clock()
+        now = self.clock()
         if self.condition.wants_check(now):
             self._lanes.submit(Lane.CATALOGUE, self._disk.check, self._checked)
         if self.down:
@@ -438,7 +438,7 @@ class Tier:
         self._flush()
 
     def _checked(self, error: Exception | None) -> None:
-        if self.condition.checked(error, self._clock()):
+        if self.condition.checked(error, self.clock()):
             self._flush()
 
     def _look(self) -> int:
@@ -448,7 +448,7 @@ class Tier:
 
     def _looked(self, free: int | Exception) -> None:
         self._looking = False
-        self._look_at = self._clock() + LOOK_S
+        self._look_at = self.clock() + LOOK_S
         if isinstance(free, Exception):
             self._failed(free)
         elif free < FREE_BYTES_MIN:
@@ -462,7 +462,7 @@ class Tier:
         return not self.condition.in_flight and not self._batch
 
     def _failed(self, error: Exception) -> None:
-        self.condition.failed(str(error) or type(error).__name__, self._clock())
+        self.condition.failed(str(error) or type(error).__name__, self.clock())
         self._give_up()
 
     def _give_up(self) -> None:
@@ -475,7 +475,7 @@ class Tier:
     def _submit(
         self, lane: Lane, work: Callable[[], T], done: Callable[[T | Exception], None]
     ) -> None:
-        ticket = self.condition.started(self._clock())
+        ticket = self.condition.started(self.clock())
 
         def finished(result: T | Exception) -> None:
             self.condition.ended(ticket)
