@@ -444,7 +444,7 @@ def test_what_computes_faster_than_it_loads_is_not_matched_and_counted() -> None
     world.check()
 
 
-def test_without_a_given_speed_the_one_that_publishes_have_shown_decides() -> None:
+def test_a_reader_may_let_the_speed_that_publishes_have_shown_decide() -> None:
     world = World(segments=20)
     keys = chain("a", 4)
     for name in range(8):  # each is computed in 4 ms: four tokens, 1,000 in a second
@@ -452,14 +452,15 @@ def test_without_a_given_speed_the_one_that_publishes_have_shown_decides() -> No
     world.publish(keys)
     world.flood()
     world.tier.speed = type(world.tier.speed)(10e6)  # 0.84 ms a chunk
-    assert world.match(keys, peek=True).cold == 4, "computing takes 4 ms a chunk"
+    assert world.match(keys, prefill_tokens_s=-1.0, peek=True).cold == 4, "computing takes 4 ms a chunk"
     for name in range(32):
         world.compute(chain(f"c{name}", 1), 0.0004)
     assert world.ssd.prefill_tokens_s(world.known) == pytest.approx(10_000)
-    match = world.match(keys)
+    match = world.match(keys, prefill_tokens_s=-1.0)
     assert (match.cold, match.skipped, match.reason) == (0, 4, Reason.SLOW_TIER)
     assert world.ssd.status()["counters"]["learned_skipped_chunks"] == 4
-    assert world.match(keys, prefill_tokens_s=1e-9, peek=True).cold == 4, "what is given counts"
+    assert world.match(keys, prefill_tokens_s=1e3, peek=True).cold == 4, "what is given counts"
+    assert world.match(keys, peek=True).cold == 4, "who says nothing gets what is stored"
     assert world.store.counters.corrupt_chunks == 0
     world.check()
 

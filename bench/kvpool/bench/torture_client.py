@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.client import LOAD_ALL, Namespace, Session, connect, native
+from kvpool.client import Namespace, Session, connect, native
 from kvpool.proto.errors import KvpoolError
 from kvpool.proto.outcomes import Outcome
 from kvpool.transfer.copying import Bytes
@@ -70,7 +70,7 @@ def payload(chain: int, chunk: int) -> Bytes:
 def pull(session: Session, chain: int) -> tuple[list[bool], int]:
     """Whether each matched chunk of `chain` was delivered, and how many had wrong bytes."""
     into = session.payload(CHAIN)
-    with session.match(prompt(chain), prefill_tokens_s=LOAD_ALL) as match:
+    with session.match(prompt(chain)) as match:
         pulled = session.pull(match, into[: match.chunks])
     hits = [bool(outcome == Outcome.HIT) for outcome in pulled.outcomes]
     wrong = sum(

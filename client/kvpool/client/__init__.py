@@ -6,7 +6,7 @@ from kvpool.client.api import Client, connect
 from kvpool.client.borrowing import Borrow
 from kvpool.client.connection import Route
 from kvpool.client.local import LocalStore
-from kvpool.client.matching import LOAD_ALL
+from kvpool.client.matching import LEARNED
 from kvpool.client.prefix import usable_prefix
 from kvpool.client.results import Explanation, Match, Publish, Pull
 from kvpool.client.sessions import Publication, Session
@@ -16,7 +16,7 @@ from kvpool.proto.namespace import Namespace
 from kvpool.proto.outcomes import Outcome, Reason
 
 __all__ = [
-    "LOAD_ALL",
+    "LEARNED",
     "AsyncClient",
     "AsyncPublication",
     "AsyncSession",

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvpool.client import borrowing, loading, matching, pulling, verbs
 from kvpool.client.borrowing import Borrow
 from kvpool.client.effects import Steps
-from kvpool.client.matching import LOAD_ALL
 from kvpool.client.publication import Publishing, Scope
 from kvpool.client.publishing import open_publication, publish
 from kvpool.client.results import Explanation, Match, Outcomes, Publish, Pull
@@ -66,9 +65,7 @@ class AsyncSession:
         wait: bool = False,
         deadline_s: float | None = None,
     ) -> int:
-        match = await self.match(
-            prompt, extras=extras, prefill_tokens_s=LOAD_ALL, deadline_s=deadline_s
-        )
+        match = await self.match(prompt, extras=extras, deadline_s=deadline_s)
         steps = loading.prefetch(match, wait=wait)
         return await self._client.run(steps, deadline_s)
 

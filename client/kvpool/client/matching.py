@@ -19,8 +19,8 @@ from kvpool.proto.errors import InvalidError, KvpoolError, ProtocolError
 from kvpool.proto.keys import KEY_BYTES, Extra
 from kvpool.proto.outcomes import Outcome, Reason
 
-LOAD_ALL = 1e-9
-"""A prefill speed, in tokens per second, at which whatever is stored is worth loading."""
+LEARNED = -1.0
+"""As a prefill speed: what the store has learned from the publishes of this namespace."""
 
 
 class Query(NamedTuple):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, TypeVar
 from kvpool.client import borrowing, loading, matching, pulling, verbs
 from kvpool.client.borrowing import Borrow
 from kvpool.client.effects import Steps
-from kvpool.client.matching import LOAD_ALL
 from kvpool.client.publication import Publishing, Scope
 from kvpool.client.publishing import open_publication, publish
 from kvpool.client.results import Explanation, Match, Outcomes, Publish, Pull
@@ -72,8 +71,8 @@ class Session:
 
         `parts` are those that must be there (None: all). `peek` only looks: no lease, not a use.
         `prefill_tokens_s` is what you compute in a second: chunks that would take longer to load
-        from an SSD are no part of the match. 0: what the store has learned from publishes, if
-        anything; `LOAD_ALL`: whatever is stored.
+        from an SSD are no part of the match. 0: whatever is stored is; `LEARNED`: what the store
+        has learned from publishes decides, if it has learned anything.
         Raises `InvalidError` and `NamespaceError` for what can never be right.
         """
         query = matching.Query(prompt, extras, parts, lease_s, peek, prefill_tokens_s)
@@ -92,7 +91,7 @@ class Session:
         One-way, unless `wait`: then it returns when it is there. Gives the chunks that are stored;
         after waiting, those in memory. Raises `UnreachableError` if that cannot be waited for.
         """
-        match = self.match(prompt, extras=extras, prefill_tokens_s=LOAD_ALL, deadline_s=deadline_s)
+        match = self.match(prompt, extras=extras, deadline_s=deadline_s)
         steps = loading.prefetch(match, wait=wait)
         return self._client.run(steps, deadline_s)
 

@@ -174,8 +174,8 @@ class Store:
         """The longest run of leading `keys` whose needed `parts` (0: all) are servable.
 
         Under a lease, unless it is only a `peek`. What follows on the SSD belongs to the match if
-        loading it takes less time than computing it at `prefill_tokens_s` (0: as far as publishes
-        have shown it).
+        loading it takes less time than computing it at `prefill_tokens_s` (0: in any case;
+        negative: what publishes have shown).
         Raises `InvalidError` (keys, or one twice), `NamespaceError` (parts), `DeniedError`, and
         `BusyError` when the session is over its quarantine bound.
         """
@@ -203,7 +203,7 @@ class Store:
         self._count(known, found, count)
         rows, now, ttl = run.rows, self.clock(), self._ttl(lease_s)
         if self.ssd is not None and cold is None and found < count:
-            at, learned = found * KEY_BYTES, not prefill_tokens_s
+            at, learned = found * KEY_BYTES, prefill_tokens_s < 0
             self.ssd.missed(known, keys[at : at + KEY_BYTES], now, skipped, learned=learned)
         if not found:
             return Match(0, outcome, reason, skipped=skipped)

@@ -76,7 +76,7 @@ class Ssd:
     def _worth(self, known: KnownNamespace, count: int, prefill_tokens_s: float) -> bool:
         """Loading is linear in the chunks, behind what is queued, and so is computing them (at
         least): it pays for all of them or for none."""
-        tokens_s = prefill_tokens_s or self.prefill_tokens_s(known)
+        tokens_s = prefill_tokens_s if prefill_tokens_s >= 0 else self.prefill_tokens_s(known)
         if not tokens_s:
             return True
         return self.load_s(known, count) < count * known.namespace.chunk_tokens / tokens_s
