@@ -452,7 +452,9 @@ def test_a_reader_may_let_the_speed_that_publishes_have_shown_decide() -> None:
     world.publish(keys)
     world.flood()
     world.tier.speed = type(world.tier.speed)(10e6)  # 0.84 ms a chunk
-    assert world.match(keys, prefill_tokens_s=-1.0, peek=True).cold == 4, "computing takes 4 ms a chunk"
+    assert world.match(keys, prefill_tokens_s=-1.0, peek=True).cold == 4, (
+        "computing takes 4 ms a chunk"
+    )
     for name in range(32):
         world.compute(chain(f"c{name}", 1), 0.0004)
     assert world.ssd.prefill_tokens_s(world.known) == pytest.approx(10_000)
