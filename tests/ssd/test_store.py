@@ -427,6 +427,26 @@ def test_a_hung_disk_never_blocks_publishes() -> None:
     world.check()
 
 
+def test_what_was_to_be_written_through_while_the_device_is_down_is_given_up_and_counted() -> None:
+    world = World(write_through=True)
+    world.disk.faults.writing = OSError(5, "Input/output error")
+    world.publish([key_of("first")])
+    world.settle()
+    assert "is down" in world.ssd.trouble()
+    refused = world.tier.counters.refused_writes
+    keys = chain("a", 3)
+    world.publish(keys)
+    world.ssd.turn()
+    assert world.ssd.demotion.waiting == 0, "a dead device is not queued for"
+    assert world.tier.counters.refused_writes == refused + 3
+    assert world.pull(keys) == 3, "memory has them"
+    world.disk.faults.writing = None
+    world.clock.now += 60
+    world.settle()
+    world.flood()
+    assert world.match(keys, peek=True).cold == 3, "and writes them before they leave it"
+
+
 # ---- load or recompute
 
 

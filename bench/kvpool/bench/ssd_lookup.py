@@ -6,7 +6,6 @@ again for as long as that is being demoted: nobody publishes meanwhile, so what 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from kvpool.bench.lookup import distinct, fill, one_match, tiny_namespace
 from kvpool.bench.processes import running_daemon
 from kvpool.bench.report import Row, median, percentile
-from kvpool.bench.ssd_tier import LOOK_S, demoting, private_folder, ssd_options
+from kvpool.bench.ssd_tier import demoting, private_folder, ssd_options, wait_demoted
 from kvpool.bench.transfer import BenchError, namespace_of
 from kvpool.client import Client, connect
 from kvpool.proto.keys import KEY_BYTES
@@ -46,9 +45,8 @@ def _rows(client: Client, rounds: int, progress: Callable[[str], None]) -> list[
     session, large = client.open(tiny_namespace()), client.open(namespace_of(SIZE))
     keys = np.frombuffer(fill(client, session, CHUNKS, rng, progress), np.uint8)
     table = keys.reshape(-1, KEY_BYTES)
-    while demoting(client):
-        progress("what is matched is written to the SSD")
-        time.sleep(LOOK_S)
+    progress("what is matched is written to the SSD")
+    wait_demoted(client)
     payloads = list(rng.integers(0, 256, (BURST // SIZE, SIZE), np.uint8))
     idle: list[float] = []
     busy: list[float] = []

@@ -44,6 +44,15 @@ def demoting(client: Client) -> int:
     return int(figures["writing_chunks"]) + int(figures["waiting_chunks"])
 
 
+def wait_demoted(client: Client) -> None:
+    """Returns when nothing is on its way to the SSD."""
+    end = time.monotonic() + DEADLINE_S
+    while chunks := demoting(client):
+        if time.monotonic() > end:
+            raise BenchError(f"{chunks} chunks are not on the SSD after {DEADLINE_S:g} s")
+        time.sleep(LOOK_S)
+
+
 def wait_written(client: Client, chunks: int) -> None:
     """Returns when `chunks` were announced since the daemon's start."""
     end = time.monotonic() + DEADLINE_S

@@ -97,8 +97,11 @@ class Demotion:
     def turn(self) -> None:
         """Starts what should be written now; call it often."""
         tier, store = self._shelf.tier, self._store
-        if tier.down or tier.full or store.allocator is None:
+        if tier.down or tier.full:
+            tier.counters.refused_writes += len(self._fresh)
             self._fresh.clear()
+            return
+        if store.allocator is None:
             return
         if 2 * tier.writing_bytes > tier.queue_bytes:
             return
