@@ -29,6 +29,7 @@ __all__ = [
     "Found",
     "Index",
     "Rows",
+    "rows_for",
 ]
 
 ROOT = -1
@@ -44,6 +45,15 @@ ORPHANED = 2
 """Linked, but the chain is cut somewhere above: never matched, first victim."""
 UNLINKED = 3
 """Deleted, but a lease still holds it: its extents live until the last release."""
+
+
+_ROWS_MIN = 65536
+_CHUNK_BYTES_SMALL = 16 << 10
+
+
+def rows_for(capacity_bytes: int) -> int:
+    """Rows for a tier of this size, if nobody says how many: enough for chunks of 16 KiB."""
+    return max(_ROWS_MIN, capacity_bytes // _CHUNK_BYTES_SMALL)
 
 
 class Index:

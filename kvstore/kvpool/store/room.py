@@ -72,7 +72,7 @@ class Room:
         self._used_at = np.zeros(options.chunks, np.float64)
         self._uses: list[tuple[Rows, float]] = []
         self._freed: list[int] = []
-        self._evictions: dict[int, int] = {}  # by class, since it last looked at the others
+        self._turns = segments.Turns()
 
     # ---- space
 
@@ -389,7 +389,7 @@ class Room:
             if not gone:
                 break
         if slot is not None:
-            self._evictions[slot] = self._evictions.get(slot, 0) + evicted
+            self._turns.evicted(slot, evicted)
         return evicted
 
     def _offers(self, account: Account, slot: int | None) -> list[Policy]:
@@ -462,14 +462,8 @@ class Room:
     # ---- segments change class
 
     def _takes_turn(self, slot: int, account: Account) -> bool:
-        """Once per segment's worth of evictions a class may take over an older segment.
-
-        Otherwise a class that came late would live in its first segment for ever.
-        """
-        if self._evictions.get(slot, 0) < self.slabs.segment_bytes // slot:
-            return False
-        self._evictions[slot] = 0
-        if not len(self.slabs.used_segments(slot)):
+        """True if it was this class's turn to take over an older segment, and there was one."""
+        if not self._turns.due(slot, self.slabs) or not len(self.slabs.used_segments(slot)):
             return False
         oldest = self._oldest(self._offers(account, slot))
         if oldest is None:

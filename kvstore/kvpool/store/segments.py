@@ -1,4 +1,4 @@
-"""Which segment another size class gives up: the least recently used one that nothing holds.
+"""When a size class takes over a segment, and which: the least recently used that nothing holds.
 
 Decides only, for any tier whose chunks lie in segments; the tier evicts.
 """
@@ -34,6 +34,27 @@ class Tier(Protocol):
 
     def segments_of(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The allocator's segment of each address."""
+
+
+class Turns:
+    """When a class may take over an older segment: once per segment's worth of its evictions.
+
+    Otherwise a class that came late would live in its first segment for ever.
+    """
+
+    def __init__(self) -> None:
+        self._evictions: dict[int, int] = {}  # by class, since it last looked at the others
+
+    def evicted(self, slot: int, chunks: int) -> None:
+        """For a chunk of class `slot`, so many of its own went."""
+        self._evictions[slot] = self._evictions.get(slot, 0) + chunks
+
+    def due(self, slot: int, slabs: SlabAllocator) -> bool:
+        """Whether it is the class's turn now, which is over then."""
+        if self._evictions.get(slot, 0) < slabs.segment_bytes // slot:
+            return False
+        self._evictions[slot] = 0
+        return True
 
 
 def to_empty(tier: Tier, slot: int, before: float, may_go: Callable[[Rows], bool]) -> list[int]:

@@ -16,6 +16,7 @@ from kvpool.proto.errors import BusyError, DeniedError
 from kvpool.store.accounts import Limits
 from kvpool.store.connection import Connection
 from kvpool.store.eviction import DEFAULT_POLICY, online_policy
+from kvpool.store.index import rows_for
 from kvpool.store.learned import Learned
 from kvpool.store.pool import Pool, region_bytes_for
 from kvpool.store.status import domain_status
@@ -34,9 +35,6 @@ __all__ = [
     "new_domain",
 ]
 
-CHUNKS_MIN = 65536
-CHUNK_BYTES_SMALL = 16 << 10
-"""The index is sized for chunks of this many bytes, unless told otherwise."""
 INTERNAL_TENANT = ".internal"
 """Tenant of the daemon's own sessions; no configured tenant's name starts with a dot."""
 TICKETS_MAX = 1024
@@ -125,7 +123,7 @@ def new_domain(
     region_bytes = region_bytes_for(capacity)
     options = StoreOptions(
         region_bytes=region_bytes,
-        chunks=chunks or max(CHUNKS_MIN, capacity // CHUNK_BYTES_SMALL),
+        chunks=chunks or rows_for(capacity),
         segment_bytes=segment_bytes,
         policy=online_policy(policy),
         lease_s=lease_s,

@@ -46,7 +46,7 @@ class Shelf:
         """By row: the time of its last use in this life."""
         self.evicted_chunks = 0
         self.reassigned_segments = 0
-        self._evictions: dict[int, int] = {}  # by class, since it last looked at the others
+        self._turns = segments.Turns()
         self._policy = policy
         self._seed = seed
         self._reads = Reads(self.index, self.ghosts)
@@ -248,7 +248,7 @@ class Shelf:
                 evicted += policy.evict(count - evicted, self._gone)
         self.evicted_chunks += evicted
         if slot is not None:
-            self._evictions[slot] = self._evictions.get(slot, 0) + evicted
+            self._turns.evicted(slot, evicted)
         self.tier.flush()
         return evicted
 
@@ -259,10 +259,9 @@ class Shelf:
             self._empty_segment(slot)
 
     def _takes_turn(self, slot: int) -> bool:
-        """Otherwise a class that came late would live in its first segment for ever."""
-        if self._evictions.get(slot, 0) < self.slabs.segment_bytes // slot:
+        """True if it was this class's turn to take over an older segment, and there was one."""
+        if not self._turns.due(slot, self.slabs):
             return False
-        self._evictions[slot] = 0
         victims = [p.victims(1) for shape, p in self.policies.items() if slot in shape]
         oldest = [float(self.used_at[rows[0]]) for rows in victims if len(rows)]
         return self._empty_segment(slot, min(oldest, default=math.inf))

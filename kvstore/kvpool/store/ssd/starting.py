@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from kvpool.proto.errors import KvpoolError
 from kvpool.store.eviction import make_policy
 from kvpool.store.eviction.admission import DEFAULT_ADMISSION, make_admission
+from kvpool.store.index import rows_for
 from kvpool.store.namespaces import KnownNamespace
 from kvpool.store.ssd.attached import Ssd
 from kvpool.store.ssd.check import open_space
@@ -25,9 +26,6 @@ from kvpool.store.store import Store
 
 log = logging.getLogger("kvpool")
 
-CHUNKS_MIN = 65536
-CHUNK_BYTES_SMALL = 16 << 10
-"""The index of the tier is sized for chunks of this many bytes, unless told otherwise."""
 QUEUE_SHARE = 8
 """What waits for the device keeps at most this part of the memory (an eighth)."""
 
@@ -46,7 +44,7 @@ class Found:
 
 def look(path: str, capacity: int, chunks: int) -> Found:
     """Opens a folder, tries the device and reads the catalogue. Blocks. Raises `ConfigError`."""
-    rows = chunks or max(CHUNKS_MIN, capacity // CHUNK_BYTES_SMALL)
+    rows = chunks or rows_for(capacity)
     opened = open_folder(path, capacity, rows)
     try:
         if opened.files.free_bytes() >= FREE_BYTES_MIN:  # else it serves what is there
