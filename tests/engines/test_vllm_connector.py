@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kvpool.client import Namespace
+from kvpool.client.pacing import BACKOFF_S_MAX
 from tests.client.stores import extent
 from tests.engines.vllm_engines import (
     BLOCK,
@@ -141,7 +142,7 @@ def test_an_engine_that_starts_before_its_store_uses_it_later_and_so_does_its_su
         daemon = RunningDaemon(mine, *FLAGS)
         store = Store(daemon.address)
         vllm.forget()
-        time.sleep(1.1)  # the longest pause of a client between two tries
+        time.sleep(BACKOFF_S_MAX + 0.1)  # then it tries again, in any case
         assert vllm.generate(tokens) == [reference]
         eventually(lambda: store.chunks == STORED, "the chunks are published")
 
