@@ -98,9 +98,12 @@ def test_a_message_to_a_child_that_has_ended_is_an_error(children: Children) -> 
 
 
 def test_patience_ends_with_the_deadline(children: Children) -> None:
+    slow = start(children, "import sys; print('still at it', file=sys.stderr)" + ECHO, "slow")
+    slow.send(text="ready?")
+    children.receive(slow)
     children.deadline = time.monotonic() + 0.1
-    with pytest.raises(ChildError, match="the slow process took too long"):
-        children.receive(start(children, ECHO, "slow"))
+    with pytest.raises(ChildError, match="the slow process took too long: still at it"):
+        children.receive(slow)
 
 
 def test_a_child_that_will_not_end_is_killed(

@@ -125,7 +125,12 @@ class Child:
         how = (
             f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         )
-        return ChildError(f"the {self.name} process {how}{_cause(self._log)}")
+        return ChildError(f"the {self.name} process {how}{self.last_words}")
+
+    @property
+    def last_words(self) -> str:
+        """The last line of its log, behind a colon; empty if there is none."""
+        return _cause(self._log)
 
 
 def error_of(message: dict[str, Any]) -> KvpoolError:
@@ -157,7 +162,9 @@ class Children:
 
     SIGNALS: ClassVar = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-    def __init__(self) -> None:
+    def __init__(self, advice: str = "") -> None:
+        """`advice`: what the user can do if the deadline passes."""
+        self._advice = f"; {advice}" if advice else ""
         self.folder = Path()
         """Private and temporary."""
         self.deadline = float("inf")
@@ -197,7 +204,9 @@ class Children:
                     raise error_of(message)
                 return message
             if time.monotonic() > self.deadline:
-                raise ChildError(f"the {child.name} process took too long; see --timeout")
+                raise ChildError(
+                    f"the {child.name} process took too long{self._advice}{child.last_words}"
+                )
 
     def kill(self, child: Child) -> None:
         """Ends `child` at once, as kill -9 does; it is none of ours any more."""

@@ -141,7 +141,7 @@ def run(options: Options, view: View) -> Report:
     of one's own, `ChildError` if a process fails, `DemoError` if the store changes an answer, and
     `KeyboardInterrupt` if it is told to stop.
     """
-    with Children() as children:
+    with Children("see --timeout") as children:
         setup = _choose_model(options, view, children)
         texts = _texts(options, bool(setup.model))
         begun = time.monotonic()
