@@ -1,22 +1,17 @@
-"""A transformers engine in a process of its own: commands on stdin, events on stdout, JSON lines.
+"""A transformers engine in a process of its own; see `commanded`.
 
-The first line has the arguments of `Engine`; the others name a method in `do`, and its arguments.
-The end of stdin ends the process. Runs with an interpreter that has torch and transformers.
+Runs with an interpreter that has torch and transformers.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from kvpool.bench.commanded import Event, obey
 from kvpool.client import connect
 from kvpool.client.engines import hf
-
-Event = dict[str, Any]
 
 
 class Engine:
@@ -77,22 +72,5 @@ class Engine:
         return {"ttft_ms": (time.perf_counter() - started) * 1000, "token": token}
 
 
-def main() -> None:
-    # Libraries print: what they say is no event.
-    events = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    lines = iter(sys.stdin)
-    engine = Engine(**json.loads(next(lines)))
-
-    def tell(event: Event) -> None:
-        events.write(json.dumps(event) + "\n")
-        events.flush()
-
-    tell({"ready": True})
-    for line in lines:
-        command = json.loads(line)
-        tell(getattr(engine, command.pop("do"))(**command))
-
-
 if __name__ == "__main__":
-    main()
+    obey(Engine)

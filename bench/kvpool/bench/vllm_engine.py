@@ -1,20 +1,16 @@
-"""A vLLM engine in a process of its own: commands on stdin, events on stdout, as JSON lines.
+"""A vLLM engine in a process of its own, made by a `Setup`; see `commanded`.
 
-The first line is a `Setup`; the others name a method of `Engine` in `do`, and its arguments. The
-end of stdin ends the process. Runs with the interpreter that has vLLM, which is seldom ours.
+Runs with the interpreter that has vLLM, which is seldom ours.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Event = dict[str, Any]
+from kvpool.bench.commanded import Event, obey
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,22 +109,5 @@ class Engine:
         return found
 
 
-def main() -> None:
-    # vLLM and its libraries print: what they say is no event.
-    events = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    lines = iter(sys.stdin)
-    engine = Engine(Setup(**json.loads(next(lines))))
-
-    def tell(event: Event) -> None:
-        events.write(json.dumps(event) + "\n")
-        events.flush()
-
-    tell({"ready": True})
-    for line in lines:
-        command = json.loads(line)
-        tell(getattr(engine, command.pop("do"))(**command))
-
-
 if __name__ == "__main__":
-    main()
+    obey(lambda **setup: Engine(Setup(**setup)))

@@ -136,6 +136,24 @@ class Learns(Protocol):
         """Starts from what another life learned. `ValueError` if these are other bytes."""
 
 
+UNKNOWN = 0
+"""The state of a row that is not known, in any policy: fresh memory is that."""
+
+
+def require_known(states: NDArray[np.uint8], rows: Rows) -> None:
+    """Raises `ValueError` if one of `rows` is not known by `states`."""
+    found = states[rows]
+    if np.count_nonzero(found) < len(rows):
+        raise ValueError(f"rows that were never admitted: {rows[found == UNKNOWN]}")
+
+
+def require_unknown(states: NDArray[np.uint8], rows: Rows) -> None:
+    """Raises `ValueError` if one of `rows` is known by `states`."""
+    found = states[rows]
+    if np.count_nonzero(found):
+        raise ValueError(f"rows that are known already: {rows[found != UNKNOWN]}")
+
+
 def evict_in_turn(policy: Policy, n: int, gone: Gone) -> int:
     """`Policy.evict` by the other methods, for policies without a faster way."""
     for evicted in range(n):

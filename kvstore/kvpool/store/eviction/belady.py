@@ -13,11 +13,18 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from kvpool.store.eviction.base import Evictable, Facts, Gone, Rows
+from kvpool.store.eviction.base import (
+    UNKNOWN,
+    Evictable,
+    Facts,
+    Gone,
+    Rows,
+    require_known,
+    require_unknown,
+)
 from kvpool.store.eviction.demoted import Demoted, Entry
 
 # States of a row.
-_UNKNOWN = 0
 _HEAPED = 1
 _BLOCKED = 2
 
@@ -40,8 +47,7 @@ class BeladyPolicy:
         self._demoted = Demoted()
 
     def admit(self, rows: Rows) -> None:
-        if np.count_nonzero(self._state[rows]):
-            raise ValueError(f"admitted rows that are known already, of {rows}")
+        require_unknown(self._state, rows)
         self._state[rows] = _HEAPED
         self._known += len(rows)
         self._pending.append(rows)
@@ -79,13 +85,13 @@ class BeladyPolicy:
 
     def demote(self, rows: Rows) -> None:
         self._flush()
-        self._require_known(rows)
+        require_known(self._state, rows)
         self._state[rows] = _HEAPED
         self._demoted.add(rows)
 
     def forget(self, rows: Rows) -> None:
         self._flush()
-        self._require_known(rows)
+        require_known(self._state, rows)
         for row in rows.tolist():
             self._drop(row)
 
@@ -108,7 +114,7 @@ class BeladyPolicy:
         """Stamps what was used, the deepest the oldest, and asks for its next use."""
         pending, self._pending = self._pending, []
         for rows in pending:
-            self._require_known(rows)
+            require_known(self._state, rows)
             count = len(rows)
             self._stamp[rows] = np.arange(self._clock + count, self._clock, -1)
             self._clock += count
@@ -156,10 +162,5 @@ class BeladyPolicy:
     def _drop(self, row: int) -> None:
         self._demoted.discard(row)
         self._stamp_at[row] = 0
-        self._state_at[row] = _UNKNOWN
+        self._state_at[row] = UNKNOWN
         self._known -= 1
-
-    def _require_known(self, rows: Rows) -> None:
-        states = self._state[rows]
-        if np.count_nonzero(states) < len(rows):
-            raise ValueError(f"rows that were never admitted: {rows[states == _UNKNOWN]}")

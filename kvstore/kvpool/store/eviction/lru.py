@@ -21,7 +21,14 @@ from heapq import heappop, heappush
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.store.eviction.base import Evictable, Gone, Rows
+from kvpool.store.eviction.base import (
+    UNKNOWN,
+    Evictable,
+    Gone,
+    Rows,
+    require_known,
+    require_unknown,
+)
 
 BLOCK_ROWS = 4096
 """Entries of a log block, and uses that may wait for being logged."""
@@ -34,7 +41,6 @@ _ROUND_ROWS = 4
 Stamps = NDArray[np.int64]
 
 # States of a row: does the log have its entry, and will a walk consider it?
-_UNKNOWN = 0
 _LOGGED = 1  # in the log, or a use is pending
 _BLOCKED = 2  # in the log, but was not evictable when a walk came by
 _DROPPED = 3  # likewise, and its entry is gone
@@ -90,8 +96,7 @@ class LruPolicy:
         self._uncleaned = 0  # entries that may have died since the last cleaning
 
     def admit(self, rows: Rows) -> None:
-        if np.count_nonzero(self._state[rows]):
-            raise ValueError(f"admitted rows that are known already, of {rows}")
+        require_unknown(self._state, rows)
         self._state[rows] = _LOGGED
         self._known += len(rows)
         self.touch(rows)
@@ -172,7 +177,7 @@ class LruPolicy:
 
     def demote(self, rows: Rows) -> None:
         self._flush()
-        self._require_known(rows)
+        require_known(self._state, rows)
         deepest_first = rows[::-1]
         stamps = np.arange(self._oldest - len(rows), self._oldest)
         self._oldest -= len(rows)
@@ -183,9 +188,9 @@ class LruPolicy:
 
     def forget(self, rows: Rows) -> None:
         self._flush()
-        self._require_known(rows)
+        require_known(self._state, rows)
         self._stamp[rows] = 0
-        self._state[rows] = _UNKNOWN
+        self._state[rows] = UNKNOWN
         self._known -= len(rows)
         self._clean_after(len(rows))
 
@@ -219,18 +224,13 @@ class LruPolicy:
         lost = self._evictable(blocked.astype(np.int32))
         assert not lost.any(), f"rows {blocked[lost]} are evictable, but nobody called unblock()"
 
-    def _require_known(self, rows: Rows) -> None:
-        states = self._state[rows]
-        if np.count_nonzero(states) < len(rows):
-            raise ValueError(f"rows that were never admitted: {rows[states == _UNKNOWN]}")
-
     def _flush(self) -> None:
         """Log the pending uses: of each call's rows, the deepest gets the smallest stamp."""
         if not self._pending:
             return
         pending, self._pending, self._pending_rows = self._pending, [], 0
         rows = np.concatenate([rows[::-1] for rows in pending])
-        self._require_known(rows)
+        require_known(self._state, rows)
         stamps = np.arange(self._newest + 1, self._newest + 1 + len(rows))
         self._newest += len(rows)
         self._state[rows] = _LOGGED

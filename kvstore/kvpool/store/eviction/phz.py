@@ -19,7 +19,16 @@ from itertools import compress, islice
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.store.eviction.base import Evictable, Facts, Gone, Hint, Rows
+from kvpool.store.eviction.base import (
+    UNKNOWN,
+    Evictable,
+    Facts,
+    Gone,
+    Hint,
+    Rows,
+    require_known,
+    require_unknown,
+)
 from kvpool.store.eviction.demoted import Demoted, Entry
 from kvpool.store.eviction.experience import Experience
 from kvpool.store.eviction.members import Members
@@ -40,7 +49,6 @@ COST_PER_CHUNK = 512 / 30_500
 """For chunks of 512 tokens: a token at position 30,500 costs twice what the first one costs."""
 
 # States of a row.
-_UNKNOWN = 0
 _OPEN = 1  # a member: it could go when last looked at
 _FIRST = 2  # demoted, and not known to be blocked
 _FRESH = 3  # nobody has asked yet whether it may go
@@ -90,8 +98,7 @@ class PhzPolicy:
     # ---- what the store says
 
     def admit(self, rows: Rows) -> None:
-        if np.count_nonzero(self._state[rows]):
-            raise ValueError(f"admitted rows that are known already, of {rows}")
+        require_unknown(self._state, rows)
         if len(rows):
             self._state[rows] = _FRESH
             self._known += len(rows)
@@ -118,14 +125,14 @@ class PhzPolicy:
 
     def demote(self, rows: Rows) -> None:
         self._flush()
-        self._require_known(rows)
+        require_known(self._state, rows)
         self._open.remove(rows[self._state[rows] == _OPEN])
         self._state[rows] = _FIRST
         self._demoted.add(rows)
 
     def forget(self, rows: Rows) -> None:
         self._flush()
-        self._require_known(rows)
+        require_known(self._state, rows)
         for row in rows.tolist():
             self._drop(row)
 
@@ -252,7 +259,7 @@ class PhzPolicy:
             if what == _ADMIT:
                 self._experience.admit(rows)
                 continue
-            self._require_known(rows)
+            require_known(self._state, rows)
             if what == _TOUCH:
                 self._experience.use(rows)
                 self._promote(rows)
@@ -275,13 +282,8 @@ class PhzPolicy:
             self._open.remove_one(row)
         self._demoted.discard(row)
         self._experience.leave(row)
-        self._state_at[row] = _UNKNOWN
+        self._state_at[row] = UNKNOWN
         self._known -= 1
-
-    def _require_known(self, rows: Rows) -> None:
-        states = self._state[rows]
-        if np.count_nonzero(states) < len(rows):
-            raise ValueError(f"rows that were never admitted: {rows[states == _UNKNOWN]}")
 
     # ---- order
 

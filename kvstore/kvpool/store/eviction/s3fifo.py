@@ -17,7 +17,15 @@ from itertools import islice
 
 import numpy as np
 
-from kvpool.store.eviction.base import Evictable, Facts, Gone, Rows
+from kvpool.store.eviction.base import (
+    UNKNOWN,
+    Evictable,
+    Facts,
+    Gone,
+    Rows,
+    require_known,
+    require_unknown,
+)
 from kvpool.store.eviction.demoted import Demoted, Entry
 from kvpool.store.eviction.ghosts import Ghosts
 
@@ -30,7 +38,6 @@ _SCAN_ROWS = 8
 _STALE_MAX = 1024
 
 # States of a row.
-_UNKNOWN = 0
 _QUEUED = 1
 _BLOCKED = 2
 
@@ -68,8 +75,7 @@ class S3FifoPolicy:
     # ---- what the store says
 
     def admit(self, rows: Rows) -> None:
-        if np.count_nonzero(self._state[rows]):
-            raise ValueError(f"admitted rows that are known already, of {rows}")
+        require_unknown(self._state, rows)
         back: set[int] = set()
         if self._tags is not None:
             self._tag[rows] = tags = self._tags(rows)
@@ -92,14 +98,14 @@ class S3FifoPolicy:
 
     def demote(self, rows: Rows) -> None:
         self._flush()
-        self._require_known(rows)
+        require_known(self._state, rows)
         self._state[rows] = _QUEUED
         self._place[rows] = _NOWHERE
         self._demoted.add(rows)
 
     def forget(self, rows: Rows) -> None:
         self._flush()
-        self._require_known(rows)
+        require_known(self._state, rows)
         for row in rows.tolist():
             self._drop(row)
 
@@ -152,16 +158,11 @@ class S3FifoPolicy:
     def _flush(self) -> None:
         pending, self._pending = self._pending, []
         for rows in pending:
-            self._require_known(rows)
+            require_known(self._state, rows)
             for row in rows[::-1].tolist():
                 self._uses_at[row] = min(self._uses_at[row] + 1, _USES_MAX)
                 if self._demoted.discard(row) and self._state_at[row] == _QUEUED:
                     self._enqueue(row)
-
-    def _require_known(self, rows: Rows) -> None:
-        states = self._state[rows]
-        if np.count_nonzero(states) < len(rows):
-            raise ValueError(f"rows that were never admitted: {rows[states == _UNKNOWN]}")
 
     def _drop(self, row: int) -> None:
         self._demoted.discard(row)
@@ -171,7 +172,7 @@ class S3FifoPolicy:
             self._ghosts.bury()
         self._rows[queue] -= 1
         self._place_at[row] = _NOWHERE
-        self._state_at[row] = _UNKNOWN
+        self._state_at[row] = UNKNOWN
 
     # ---- queues
 
