@@ -81,7 +81,11 @@ class SimulatedDisk:
         self.written_bytes += len(data)
 
     def sync(self) -> None:
-        self._step(self.faults.syncing)
+        try:
+            self._step(self.faults.syncing)
+        except OSError:  # as Linux does: what could not be written is dropped, and said once
+            self.pending.clear()
+            raise
         for address, data in self.pending:
             self.durable[address : address + len(data)] = np.frombuffer(data, np.uint8)
         self.pending.clear()
