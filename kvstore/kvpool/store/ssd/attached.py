@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
+
 from kvpool.proto.keys import KEY_BYTES
 from kvpool.proto.outcomes import Outcome, Reason
 from kvpool.store.eviction.admission import DEFAULT_ADMISSION
@@ -169,12 +171,11 @@ class Ssd:
         self.demotion.forget_namespace(known)
         if known.id not in self.shelf.known:
             return 0
-        both = sum(
-            self.shelf.find(known, self._store.index.key_bytes(row)) != NO_ROW
-            for row in self._store.index.linked_rows().tolist()
-            if self._store.index.namespace_at[row] == known.id
-        )
-        return self.shelf.clear(known) - both
+        index = self._store.index
+        rows = index.linked_rows()
+        mine = rows[index.namespace[rows] == known.id].tolist()
+        here = self.shelf.index.find(known.id, b"".join(map(index.key_bytes, mine))).rows
+        return self.shelf.clear(known) - int(np.count_nonzero(here != NO_ROW))
 
     # ---- looking in
 
