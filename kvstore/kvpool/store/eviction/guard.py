@@ -22,8 +22,9 @@ _LOSS_OF_CAPACITY = 0.02
 _LOSS_OF_REFERENCES = 0.001
 _LOSS_OF_LEAD = 0.25
 _LOSS_MIN = 8
-_SIGMAS = 2.0
 """Hits that it may fall back from its best: the smaller of the first two, plus the others."""
+_SIGMAS = 2.0
+"""Standard deviations of a walk at random, beyond which a fall back is none of chance."""
 _DEFICIT_OF_CAPACITY = 0.01
 _DEFICIT_OF_REFERENCES = 0.0015
 """With fewer hits than LRU by so much in all, the two added, the learned order has to wait."""
