@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvpool.client import Client, Session, connect
+from kvpool.client.engines.vllm import worker as vllm_worker
 from kvpool.client.engines.vllm.identity import Group, Identity, Variant
 from kvpool.client.engines.vllm.memory import HostMemory
 from kvpool.client.engines.vllm.plan import Load, Plan, Save
@@ -128,7 +130,7 @@ def test_the_scheduler_does_not_wait_for_a_store_that_does_not_answer(client: Cl
     first, second = request(name="first"), request(name="second")
     assert side.matched(first, 0) == (None, False)
     assert side.matched(second, 0) == (None, False)
-    assert side.plan(output({}, {})) == Plan()
+    assert side.plan(output({}, {})) == Plan(idle=True)
     sessions.go.set()
     assert settled(side, first) == settled(side, second) == (256, True)
 
@@ -195,7 +197,9 @@ def test_a_load_names_the_blocks_that_vllm_lacks(client: Client) -> None:
     side, asked = scheduler(client), request()
     settled(side, asked, computed=96)
     side.allocated(asked, [list(range(40, 60))], 160)
-    (load,) = side.plan(output({}, {})).loads
+    plan = side.plan(output({}, {}))
+    (load,) = plan.loads
+    assert plan.idle and not side.plan(output({"r": 1}, {"r": ([1],)})).idle
     assert (load.first, load.last, load.blocks) == (96, 256, (tuple(range(46, 56)),))
     assert not side.plan(output({}, {})).loads
 
@@ -245,11 +249,30 @@ def test_a_window_brings_only_the_blocks_that_are_still_in_use(client: Client) -
     side.load_meanwhile(Plan(loads=[load_of(client, 0, 256, full, window, groups=groups)]))
     loaded: dict[str, set[int]] = {}
     while not loaded:
-        loaded = side.loaded()
+        loaded = side.loaded(Plan())
     assert loaded == {"r": set()}
     assert np.array_equal(caches[0][:, list(full)], stored[0][:, 1:17])
     assert np.array_equal(caches[1][:, [50, 51]], stored[1][:, [15, 16]])
     assert not caches[1][:, 0].any()
+
+
+def test_a_step_that_computes_nothing_leaves_the_interpreter_to_the_loads(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_worker, "IDLE_S", 60.0)  # it ends as soon as one load has
+    publish(client)
+    side, _ = worker(client)
+    plan = Plan([load_of(client, 0, 256, tuple(range(20, 36)), groups=(FULL,))], idle=True)
+    side.load_meanwhile(plan)
+    assert side.loaded(plan) == {"r": set()}
+    assert side.loaded(plan) == {}
+
+
+def test_a_step_that_computes_does_not_wait_for_loads(client: Client) -> None:
+    side, _ = worker(client)
+    never: Future[set[int]] = Future()
+    side._loading["r"] = never
+    assert side.loaded(Plan()) == {}
 
 
 def test_a_load_whose_lease_has_ended_fails_block_by_block(client: Client) -> None:

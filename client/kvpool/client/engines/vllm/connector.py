@@ -131,7 +131,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.save(self._plan)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        loaded = self._worker.loaded()
+        loaded = self._worker.loaded(self._plan)
         bad = {name: blocks for name, blocks in loaded.items() if blocks}
         if not self._identity.hybrid:
             self._bad_blocks.update(*bad.values())

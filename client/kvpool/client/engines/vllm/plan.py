@@ -44,3 +44,5 @@ class Plan:
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    idle: bool = False
+    """Nothing is computed in it: the engine waits for loads."""

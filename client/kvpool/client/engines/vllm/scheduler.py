@@ -164,7 +164,7 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> Plan:
         """For the step that vLLM's `SchedulerOutput` describes."""
-        plan = Plan(self._loads)
+        plan = Plan(self._loads, idle=not output.num_scheduled_tokens)
         self._loads = []
         for name, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(name)

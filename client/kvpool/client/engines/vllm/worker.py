@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -22,6 +22,9 @@ log = logging.getLogger("kvpool.vllm")
 
 DEADLINE_S = 2.0
 """Of one load, and of one publication. Afterwards vLLM computes."""
+IDLE_S = 0.002
+"""How long a step that computes nothing waits for a load. An engine that asks without a pause keeps
+the interpreter to itself: each copy of a load then waits 5 ms for its turn."""
 NULL = 0
 """The block that vLLM puts where a sliding window has no use for one."""
 STAGED_BYTES = 256 << 20
@@ -68,8 +71,10 @@ class WorkerSide:
         for load in plan.loads:
             self._loading[load.request] = self._loader.submit(self._load, load)
 
-    def loaded(self) -> dict[str, set[int]]:
+    def loaded(self, plan: Plan) -> dict[str, set[int]]:
         """Requests whose loads have ended since the last call, and the blocks that are bad."""
+        if plan.idle and self._loading:
+            wait(self._loading.values(), IDLE_S, FIRST_COMPLETED)
         done = {name: future for name, future in self._loading.items() if future.done()}
         for name in done:
             del self._loading[name]
