@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvpool.client import Client, Session, connect
+from kvpool.client.engines.vllm import scheduler as vllm_scheduler
 from kvpool.client.engines.vllm import worker as vllm_worker
 from kvpool.client.engines.vllm.identity import Group, Identity, Variant
 from kvpool.client.engines.vllm.memory import HostMemory
@@ -181,6 +182,20 @@ def test_a_consumer_saves_nothing(client: Client) -> None:
     side, asked = scheduler(client, saves=False), request()
     settled(side, asked)
     assert not side.plan(output({"r": 300}, {"r": (list(range(1, 20)),)})).saves
+
+
+def test_a_round_that_schedules_nothing_waits_for_a_lookup(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(client)
+    known = identity(FULL)
+    sessions = Stuck(client, known)
+    side = SchedulerSide(known, sessions, asynchronous=True, saves=True)
+    assert side.matched(request(), 0) == (None, False)
+    monkeypatch.setattr(vllm_scheduler, "PATIENCE_S", 60.0)  # it ends as soon as a lookup has
+    sessions.go.set()
+    side.plan(output({}, {}))
+    assert side.matched(request(), 0) == (256, True)
 
 
 def test_a_preempted_request_is_looked_up_anew(client: Client) -> None:

@@ -17,9 +17,12 @@ from kvpool.client import Client, connect
 
 OPTIONS = {"dtype": "float32", "max_model_len": 2048, "max_num_batched_tokens": 2048}
 VOCABULARY = 49_000
-CAPACITY = "4GiB"
+CAPACITY = "6GiB"
 CHUNK_TOKENS = 256
 """What the connector makes of vLLM's 128-token blocks."""
+WARM_TOKENS, WARM_PROMPT = 24_000, 512
+"""As many as vLLM's KV cache holds in `vllm_environment`: an engine in service has used all of its
+memory before, which costs as much as a load."""
 PUBLISHED_S = 30.0
 
 
@@ -69,7 +72,7 @@ def samples(
 
 
 class _Engine:
-    """See `kvpool.bench.vllm_engine`. Its first prompts are for warming up."""
+    """See `kvpool.bench.vllm_engine`. It has computed as much as its KV cache holds."""
 
     def __init__(self, children: Children, python: str, setup: Setup) -> None:
         self._children = children
@@ -81,8 +84,9 @@ class _Engine:
         )
         self._child.send(**asdict(setup))
         children.receive(self._child)
-        for tokens in (512, 1024):
-            self.ttft_ms(list(range(tokens)))
+        entropy = np.random.default_rng(self._child.pid)
+        for _ in range(WARM_TOKENS // WARM_PROMPT):
+            self.ttft_ms(entropy.integers(0, VOCABULARY, WARM_PROMPT).tolist())
 
     def ttft_ms(self, prompt: Sequence[int]) -> float:
         self._child.send(do="generate", prompts=[prompt], max_tokens=1)

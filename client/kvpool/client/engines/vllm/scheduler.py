@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,9 @@ log = logging.getLogger("kvpool.vllm")
 DEADLINE_S = 0.5
 """Of one lookup. Afterwards the request is computed, and after the client's pause the next asks."""
 PATIENCE_S = 0.002
-"""A lookup that ends within this time costs no further round of scheduling."""
+"""A lookup that ends within this time costs no further round of scheduling. A round that schedules
+nothing waits as long for the lookups that it needs: an engine that asks without a pause would keep
+the interpreter from them."""
 LEASE_S_MIN = 5.0
 """A lease that ends sooner is not worth a load: the request is looked up again."""
 HINTS = frozenset({"will_continue", "gap_s", "ttl_s", "ended", "stop_reason", "priority"})
@@ -166,6 +168,8 @@ class SchedulerSide:
         """For the step that vLLM's `SchedulerOutput` describes."""
         plan = Plan(self._loads, idle=not output.num_scheduled_tokens)
         self._loads = []
+        if plan.idle and not plan.loads:
+            self._rest()
         for name, scheduled in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(name)
             if tracked is None or tracked.session is None:
@@ -177,6 +181,11 @@ class SchedulerSide:
             if tracked.request.num_output_tokens:  # what was loaded has been used
                 self._let_go(tracked)
         return plan
+
+    def _rest(self) -> None:
+        lookups = [t.lookup for t in self._tracked.values() if t.lookup is not None]
+        if lookups:
+            wait_for(lookups, PATIENCE_S, FIRST_COMPLETED)
 
     def _save(self, tracked: Tracked, scheduled: int, tables: Any) -> Save | None:
         """The chunks that this step completes and nobody has stored, if there are any."""

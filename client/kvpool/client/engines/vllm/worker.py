@@ -22,7 +22,7 @@ log = logging.getLogger("kvpool.vllm")
 
 DEADLINE_S = 2.0
 """Of one load, and of one publication. Afterwards vLLM computes."""
-IDLE_S = 0.002
+IDLE_S = 0.005
 """How long a step that computes nothing waits for a load. An engine that asks without a pause keeps
 the interpreter to itself: each copy of a load then waits 5 ms for its turn."""
 NULL = 0
