@@ -124,8 +124,8 @@ def _measure(
         progress(f"load {load}: round {round_number + 1} of {rounds}")
         for batch in batches:
             pings, matches = [], []
-            for _ in range(samples):
-                asked = distinct(table, batch, rng)
+            # Drawn beforehand: a draw goes through megabytes, and would leave cold caches.
+            for asked in [distinct(table, batch, rng) for _ in range(samples)]:
                 client.ping()  # the daemon has nothing left to do, so both samples find it idle
                 pings.append(client.ping())
                 matches.append(one_match(session, asked))
