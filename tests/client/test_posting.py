@@ -12,7 +12,7 @@ import pytest
 
 from kvpool.client import Client, LocalStore, Outcome, Publish, Session, connect
 from kvpool.client.awaiting import AsyncLocalChannel, AsyncSocketChannel
-from kvpool.client.blocking import BlockingLink, SocketChannel
+from kvpool.client.blocking import AWAKE_S, NAPS, BlockingLink, SocketChannel
 from kvpool.client.effects import Await, Effect, Post, Steps, Work
 from kvpool.client.extents import PartFormat
 from kvpool.client.local import LocalChannel
@@ -21,6 +21,7 @@ from kvpool.client.publishing import publish
 from kvpool.proto import session as protocol
 from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.errors import BusyError, DeadlineError, UnreachableError
+from kvpool.transfer.stream import Stream
 from tests.client.samples import namespace, opaque, prompt
 from tests.client.scripted import Answer, Connect, ScriptedDaemon, hang_up, late
 from tests.client.stores import Place
@@ -99,6 +100,28 @@ def test_threads_that_post_on_one_channel_get_their_own_responses(
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_thread_that_waits_stays_awake_only_while_answers_come_soon(
+    scripted: ScriptedDaemon, channel: Greeted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[float] = []
+    look = Stream._look
+
+    def counted(stream: Stream, seconds: float) -> bytes | None:
+        looked.append(seconds)
+        return look(stream, seconds)
+
+    monkeypatch.setattr(Stream, "_look", counted)
+    channel[0]._naps = 0
+    scripted.script["status"] = late(0.1)
+    channel[0].call(wire.Status(), soon())
+    assert looked == [AWAKE_S]
+    for _ in range(NAPS):
+        channel[0].call(wire.Keys(), soon())
+    assert looked == [AWAKE_S]
+    channel[0].call(wire.Keys(), soon())
+    assert looked == [AWAKE_S] * 2
 
 
 def test_a_response_that_has_come_counts_after_the_deadline(

@@ -102,9 +102,14 @@ messages = st.lists(
 )
 
 
-@given(messages, st.lists(st.integers(1, 40), min_size=1, max_size=8), st.booleans())
+@given(
+    messages,
+    st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    st.booleans(),
+    st.sampled_from([0.0, LONG]),
+)
 def test_frames_and_payload_survive_any_splitting(
-    batch: list[tuple[bytes, list[int]]], limits: list[int], exact: bool
+    batch: list[tuple[bytes, list[int]]], limits: list[int], exact: bool, awake: float
 ) -> None:
     left, right = dribbling_pair(limits, exact)
 
@@ -115,7 +120,7 @@ def test_frames_and_payload_survive_any_splitting(
     with left, right:
         sender = in_thread(send_all)
         for body, sizes in batch:
-            assert right.receive(deadline=LONG) == body
+            assert right.receive(deadline=LONG, awake=awake) == body
             buffers = [np.zeros(n, np.uint8) for n in sizes]
             right.receive_into(buffers, deadline=LONG)
             for buffer in buffers:
@@ -219,11 +224,14 @@ def test_an_exact_stream_leaves_what_follows_in_the_socket() -> None:
         assert stream.sock.recv(100) == b"rest"
 
 
-def test_a_deadline_between_frames_leaves_the_stream_whole(pair: tuple[Stream, Stream]) -> None:
+@pytest.mark.parametrize("awake", [0.0, LONG])
+def test_a_deadline_between_frames_leaves_the_stream_whole(
+    pair: tuple[Stream, Stream], awake: float
+) -> None:
     left, right = pair
     for late in (SHORT, 0, -1):
         with pytest.raises(DeadlineError):
-            right.receive(deadline=late)
+            right.receive(deadline=late, awake=awake)
     left.send(b"late", deadline=LONG)
     assert right.receive(deadline=LONG) == b"late"
     assert right.broken is None
@@ -290,13 +298,14 @@ def test_sending_to_a_peer_that_does_not_read_ends_at_the_deadline(
     assert left.broken is not None
 
 
-def test_an_end_between_frames_is_in_good_order(pair: tuple[Stream, Stream]) -> None:
+@pytest.mark.parametrize("awake", [0.0, LONG])
+def test_an_end_between_frames_is_in_good_order(pair: tuple[Stream, Stream], awake: float) -> None:
     left, right = pair
     left.send(b"last", deadline=LONG)
     left.close()
-    assert right.receive(deadline=LONG) == b"last"
+    assert right.receive(deadline=LONG, awake=awake) == b"last"
     with pytest.raises(UnreachableError, match=r"closed the connection$"):
-        right.receive(deadline=LONG)
+        right.receive(deadline=LONG, awake=awake)
     assert right.ended
 
 

@@ -42,6 +42,7 @@ IOV_MAX = 1024
 _TIMEVAL = struct.Struct("@ll")
 _PREFIX = frames.PREFIX.size
 # As plain integers: converting the enumeration members costs more than the branch around them.
+_DONTWAIT = int(socket.MSG_DONTWAIT)
 _NOSIGNAL = int(socket.MSG_NOSIGNAL)
 _WAITALL = int(socket.MSG_WAITALL)
 
@@ -148,10 +149,16 @@ class Stream:
             raise
 
     def receive(
-        self, *, deadline: float, idle: float | None = None, limit: int = frames.MAX_FRAME
+        self,
+        *,
+        deadline: float,
+        idle: float | None = None,
+        limit: int = frames.MAX_FRAME,
+        awake: float = 0.0,
     ) -> bytes:
         """The body of the next frame. `b""` is a ping: whoever serves answers it by `send(b"")`.
 
+        For the first `awake` seconds the thread looks for it again and again before it sleeps.
         A server gives `idle`, the seconds that it waits for a frame's first byte; `deadline` then
         counts from that byte. Raises `ProtocolError` for a length above `limit` bytes, which
         breaks the stream, and `UnreachableError` when the peer has closed (see `ended`).
@@ -160,7 +167,8 @@ class Stream:
         end = self._begin(patience)
         try:
             if self._start == len(self._held):
-                self._held = self._receive_some(self._read_ahead, patience, clean=True)
+                looked = self._look(min(awake, patience)) if awake else None
+                self._held = looked or self._receive_some(self._read_ahead, patience, clean=True)
                 self._start = 0
                 if idle is not None:
                     end = time.monotonic() + deadline
@@ -254,6 +262,18 @@ class Stream:
         body = self._held[body_start : body_start + nbytes]
         self._start = body_start + len(body)
         return body if len(body) == nbytes else self._receive_rest(body, nbytes, end)
+
+    def _look(self, seconds: float) -> bytes | None:
+        """The first bytes of a frame if they come so soon; nothing, too, if the peer has closed."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            try:
+                return self._sock.recv(self._read_ahead, _DONTWAIT)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise self._translated(error, "receiving", clean=True) from error
+        return None
 
     def _receive_some(self, limit: int, seconds: float, clean: bool = False) -> bytes:
         """1 to `limit` bytes; `clean` if no byte of the frame has come yet."""
