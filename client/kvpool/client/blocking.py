@@ -31,8 +31,8 @@ STUCK_S = 1.0
 REST_S = 1.0
 """How long the rest of a large message may take, once its first byte has moved."""
 AWAKE_S = 0.0002
-"""How long a thread looks for an answer before it sleeps. A core that sleeps wakes with empty caches,
-and what follows takes twice as long in them."""
+"""How long a thread looks for an answer before it sleeps. A core that sleeps wakes with empty
+caches, and what follows takes twice as long in them."""
 NAPS = 16
 """Answers that are waited for asleep after one that came too late for that."""
 LOOK_S = 0.001
