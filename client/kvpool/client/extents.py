@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,6 @@ from kvpool.client.selection import (
     Destination,
     Selection,
     buffers_for,
-    cut,
     planes_of,
     scatter,
 )
@@ -216,19 +216,29 @@ def copy_and_sum(target: Bytes, source: Bytes, sizes: Sequence[int], seed: int) 
     """Copies `source`, which is planes of `sizes` bytes, to `target`; xxh3-64 of each as it has
     landed."""
     sums: list[int] = []
-    start = end = 0
-    run: list[int] = []
-    for size in sizes:
-        run.append(size)
-        end += size
-        if end - start >= RUN or end == source.size:
-            if len(run) == 1:
-                sums.append(_copy_and_sum_one(target[start:end], source[start:end], seed))
-            else:
-                np.copyto(target[start:end], source[start:end])
-                sums += sums_of(cut(target[start:end], run), seed)
-            start, run = end, []
+    landed = memoryview(target)
+    for start, end, planes in _runs(tuple(sizes)):
+        if len(planes) == 1:
+            sums.append(_copy_and_sum_one(target[start:end], source[start:end], seed))
+        else:
+            np.copyto(target[start:end], source[start:end])
+            sums += [xxhash.xxh3_64_intdigest(landed[a:b], seed) for a, b in planes]
     return sums
+
+
+@lru_cache(maxsize=256)
+def _runs(sizes: tuple[int, ...]) -> list[tuple[int, int, list[tuple[int, int]]]]:
+    """Neighbouring planes that make up `RUN` bytes together: where they start and end, and the
+    bounds of each."""
+    runs: list[tuple[int, int, list[tuple[int, int]]]] = []
+    planes: list[tuple[int, int]] = []
+    bounds = list(pairwise(accumulate(sizes, initial=0)))
+    for start, end in bounds:
+        planes.append((start, end))
+        if end - planes[0][0] >= RUN or end == bounds[-1][1]:
+            runs.append((planes[0][0], end, planes))
+            planes = []
+    return runs
 
 
 def _copy_and_sum_one(target: Bytes, source: Bytes, seed: int) -> int:

@@ -5,7 +5,8 @@ A chunk's extent lies in the pool, or is staged here for a store whose memory is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +28,11 @@ from kvpool.proto.keys import KEY_BYTES, Extra
 from kvpool.proto.namespace import Namespace
 from kvpool.proto.outcomes import Outcome
 from kvpool.transfer.copying import Bytes
+
+# Requests are of a few dozen chunks, and each copy empties the caches: plain Python does with less
+# code than NumPy here.
+_OK = int(Outcome.OK)
+_GRANTED, _OPEN = bytes([_OK]), bytes([OPEN])
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,22 +136,21 @@ class Publishing:
 
     def _take(self, start: int, stop: int, reserved: wire.Reserved) -> Steps[None]:
         """Opens a slot for each chunk that was granted."""
-        outcomes = np.frombuffer(reserved.outcomes, np.uint8)
-        extents = np.frombuffer(reserved.extents, np.int64)
-        if outcomes.size != stop - start or extents.size != 2 * outcomes.size:
-            raise ProtocolError(f"{outcomes.size} outcomes for {stop - start} chunks to reserve")
+        outcomes, extents = reserved.outcomes, reserved.extents
+        if len(outcomes) != stop - start or len(extents) != 16 * len(outcomes):
+            raise ProtocolError(f"{len(outcomes)} outcomes for {stop - start} chunks to reserve")
         self.text = reserved.text or self.text
-        granted = np.flatnonzero(outcomes == Outcome.OK).tolist()
+        words = struct.unpack(f"<{2 * len(outcomes)}q", extents)
+        granted = [item for item, outcome in enumerate(outcomes) if outcome == _OK]
         slots = {}
         if granted:
-            rows: list[list[int]] = extents.reshape(-1, 2).tolist()
-            highest = max(rows[i][0] for i in granted)
+            highest = max(words[2 * item] for item in granted)
             regions = yield from self.membership.connection.regions(highest, writable=True)
-            for i in granted:
-                address, generation = rows[i]
-                view = regions.view(address, self.form.extent_bytes)
-                slots[start + i] = Slot(reserved.lease, i, generation, view)
-        self.outcomes[start:stop] = np.where(outcomes == Outcome.OK, OPEN, outcomes)
+            lease, nbytes = reserved.lease, self.form.extent_bytes
+            for item in granted:
+                address, generation = words[2 * item : 2 * item + 2]
+                slots[start + item] = Slot(lease, item, generation, regions.view(address, nbytes))
+        self.outcomes[start:stop] = np.frombuffer(outcomes.replace(_GRANTED, _OPEN), np.uint8)
         self.slots.open(slots)
 
     def _stage(self, start: int, stop: int) -> Steps[None]:
@@ -195,15 +200,17 @@ class Publishing:
         at `end`. REQUIRES: inside `Connection.bulk`."""
         form = self.form
         with self.slots.writing(sources) as slots:
-            sums = {}
-            for chunk, slot in slots.items():
+            chunks = [
+                (slot, self._extent(slot), self.key(chunk), sources[chunk])
+                for chunk, slot in slots.items()
+            ]
+            sums = []
+            # As little as possible beside the copies: each of them empties the caches.
+            for _, extent, key, payload in chunks:
                 left(end)
-                sums[chunk] = form.write_payload(
-                    self._extent(slot), self.key(chunk), sources[chunk], self.checksum
-                )
-            # Not beside the copies: after each of them this code would have left the caches.
-            for chunk, slot in slots.items():
-                form.write_head(self._extent(slot), self.key(chunk), slot.generation, sums[chunk])
+                sums.append(form.write_payload(extent, key, payload, self.checksum))
+            for (slot, extent, key, _), of_planes in zip(chunks, sums, strict=True):
+                form.write_head(extent, key, slot.generation, of_planes)
                 slot.whole = True
 
     def _fill_plane(self, chunk: int, plane: int, source: Bytes) -> None:
@@ -247,7 +254,7 @@ class Publishing:
         asked: list[tuple[int, dict[int, Slot]]] = []
         for lease in dict.fromkeys(slot.lease for slot in ready.values()):
             slots = {c: s for c, s in ready.items() if s.lease == lease}
-            items = np.array([slot.item for slot in slots.values()], "<u4").tobytes()
+            items = _packed(slots.values())
             try:
                 if not self.membership.connection.alive:
                     raise StaleError("the connection was lost")
@@ -273,10 +280,11 @@ class Publishing:
     def _lose(self, slots: Mapping[int, Slot], error: KvpoolError) -> None:
         """Whether these were committed is not known."""
         self.text = str(error)
-        self._settle([c for c in slots if c in self.slots], outcome_of(error))
+        open_still = [c for c in slots if c in self.slots]
+        self._settle(open_still, [outcome_of(error)] * len(open_still))
         self._give_back(list(slots.values()))
 
-    def _settle(self, chunks: Sequence[int], outcomes: Outcome | Sequence[Outcome]) -> None:
+    def _settle(self, chunks: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         self.nbytes += self.form.payload_bytes * self.slots.settle(chunks, outcomes)
 
     def stream(self, chunks: Sequence[int], extents: Mapping[int, Sequence[Bytes]]) -> Steps[None]:
@@ -307,8 +315,13 @@ class Publishing:
 
     def _give_back(self, slots: Sequence[Slot]) -> None:
         for lease in {slot.lease for slot in slots if slot.lease}:
-            items = np.array([slot.item for slot in slots if slot.lease == lease], "<u4").tobytes()
+            items = _packed(slot for slot in slots if slot.lease == lease)
             self.membership.connection.notify(wire.Abort(lease=lease, items=items))
+
+
+def _packed(slots: Iterable[Slot]) -> bytes:
+    """Which items of their lease these are, as a column."""
+    return b"".join(slot.item.to_bytes(4, "little") for slot in slots)
 
 
 def _part_number(namespace: Namespace, part: str | None) -> int:

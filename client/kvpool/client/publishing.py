@@ -21,7 +21,7 @@ from kvpool.transfer.copying import Bytes
 FIRST = 8
 """Chunks of the first batch: copying starts when it has room."""
 
-_GOES_ON = (OPEN, Outcome.OK, Outcome.EXISTS, Outcome.WRITING)
+_GOES_ON = frozenset(map(int, (OPEN, Outcome.OK, Outcome.EXISTS, Outcome.WRITING)))
 """What a chunk may be if those that follow can be stored."""
 
 
@@ -60,7 +60,7 @@ def _copy_all(state: Publishing, sources: Sequence[list[Bytes]]) -> Steps[None]:
             ends = _cut(state, stop)
             if following and not ends:
                 ahead = yield from state.reserving(*following)
-            yield from _copy(state, {c: sources[c] for c in range(start, stop)})
+            yield from _copy(state, {c: sources[c] for c in range(start, stop) if state.wants(c)})
             yield from behind
             if _cut(state, start):
                 return
@@ -87,7 +87,7 @@ def _nothing() -> Steps[None]:
 def _cut(state: Publishing, stop: int) -> bool:
     """Whether the chain ends before chunk `stop`. What follows cannot be stored either, and gets
     the same outcome."""
-    if not stop or state.outcomes[stop - 1] in _GOES_ON:
+    if not stop or int(state.outcomes[stop - 1]) in _GOES_ON:
         return False
     state.outcomes[stop:] = state.outcomes[stop - 1]
     return True
@@ -95,10 +95,9 @@ def _cut(state: Publishing, stop: int) -> bool:
 
 def _copy(state: Publishing, sources: dict[int, list[Bytes]]) -> Steps[None]:
     """Those chunks of one batch that have room."""
-    wanted = sum(map(state.wants, sources))
-    if wanted:
-        fill = partial(state.fill, sources)
-        yield from state.membership.connection.bulk(fill, wanted * state.form.payload_bytes)
+    if sources:
+        nbytes = len(sources) * state.form.payload_bytes
+        yield from state.membership.connection.bulk(partial(state.fill, sources), nbytes)
 
 
 def _send_all(state: Publishing, sources: Sequence[list[Bytes]]) -> Steps[None]:

@@ -76,13 +76,13 @@ class Slots:
             if last:
                 self._give_back(last)
 
-    def settle(self, chunks: Sequence[int], outcomes: Outcome | Sequence[Outcome]) -> int:
+    def settle(self, chunks: Sequence[int], outcomes: Sequence[Outcome]) -> int:
         """Closes `chunks` with these outcomes; how many of them are OK."""
         with self._lock:
-            self.outcomes[list(chunks)] = outcomes
-            for chunk in chunks:
+            for chunk, outcome in zip(chunks, bytes(outcomes), strict=True):
+                self.outcomes[chunk] = outcome
                 self._slots.pop(chunk, None)
-            return int((self.outcomes[list(chunks)] == Outcome.OK).sum())
+        return outcomes.count(Outcome.OK)
 
     def give_up(self, outcome: Outcome) -> None:
         """Closes all that is open with `outcome`, and gives it back."""

@@ -114,12 +114,11 @@ def write_prologue(
             layout_id,
             flags,
         )
-        packed = np.asarray(sums if sums is not None else [0] * planes, dtype="<u8").tobytes()
-    except (struct.error, OverflowError) as error:
+        packed = struct.pack(f"<{planes}Q", *sums) if sums is not None else b""
+    except struct.error as error:
         raise InvalidError(f"a value does not fit the chunk header: {error}") from error
     head += _SUM.pack(xxhash.xxh3_64_intdigest(head)) + _RESERVED + packed
-    target[: len(head)] = np.frombuffer(head, np.uint8)
-    target[len(head) : end] = 0
+    memoryview(target)[:end] = head.ljust(end, b"\0")
 
 
 def read_prologue(
