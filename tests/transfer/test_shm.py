@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpool.proto.errors import (
@@ -25,6 +26,7 @@ from kvpool.proto.errors import (
     UnreachableError,
 )
 from kvpool.transfer.base import Item, Region, Status, encode_descriptor
+from kvpool.transfer.mapping import HUGE
 from kvpool.transfer.shm import (
     MappedRegion,
     PassedRegion,
@@ -166,6 +168,42 @@ def test_populate_works_on_kernels_that_cannot_prefault(
     fd = shared.descriptor(writable=False)
     assert os.fstat(fd).st_blocks * 512 == 3 * PAGE
     os.close(fd)
+
+
+def faults(work: Callable[[], object]) -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    work()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def kernel_has_huge_pages() -> bool:
+    """Those that a program may ask for: since Linux 6.1, unless they are denied."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    release = tuple(map(int, os.uname().release.split(".")[:2]))
+    return release >= (6, 1) and setting.exists() and "[deny]" not in setting.read_text()
+
+
+def test_maps_begin_where_huge_pages_do(memory: SharedMemory) -> None:
+    shared = memory.create_region(2 * HUGE + PAGE + 1)
+    mapped = opened(shared)
+    for view in (shared.array, mapped.view()):
+        assert view.ctypes.data % HUGE == 0
+    shared.array[-1] = 7
+    assert mapped.view()[-1] == 7
+
+
+def test_what_was_populated_costs_a_peer_hardly_a_fault(memory: SharedMemory) -> None:
+    shared = memory.create_region(3 * HUGE + 3 * PAGE)
+    shared.array[HUGE + 5 * PAGE] = 3
+    assert list(shared.populate(2 * HUGE))[-1] == shared.region.nbytes
+    fd = shared.descriptor(writable=False)
+    assert os.fstat(fd).st_blocks * 512 == shared.region.nbytes
+    os.close(fd)
+    assert shared.array[HUGE + 5 * PAGE] == 3
+    assert shared.array.sum(dtype=np.int64) == 3
+    view = opened(shared, writable=True).view()
+    most = 20 if kernel_has_huge_pages() else 3 * 512 + 20
+    assert faults(lambda: view.fill(1)) < most
 
 
 def test_an_id_that_is_used_again_has_a_new_generation(memory: SharedMemory) -> None:

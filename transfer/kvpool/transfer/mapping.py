@@ -19,7 +19,13 @@ import numpy as np
 from kvpool.proto.errors import InvalidError
 from kvpool.transfer.copying import Bytes
 
+HUGE = 2 << 20
+"""Bytes of a huge page, whose first touch costs each process as much as that of one small page
+(of which there are 512). Where they are of another size, pages stay small."""
+
 _MADV_POPULATE_WRITE = 23
+_MADV_COLLAPSE = 25
+_MAP_FIXED = 0x10
 _MAP_FIXED_NOREPLACE = 0x100000
 _MAP_NORESERVE = 0x4000
 _PROT_NONE = 0
@@ -51,7 +57,7 @@ class Mapping:
         """Raises `InvalidError` if the descriptor does not allow the map, or there is no room."""
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
-            address = _map(None, nbytes, protection, mmap.MAP_SHARED, fd)
+            address = _map_aligned(nbytes, protection, fd)
             self._pages = _Pages(address, nbytes, writable)
             _advise(address, nbytes, mmap.MADV_DONTFORK)
         except OSError as error:
@@ -59,13 +65,21 @@ class Mapping:
         self.array: Bytes = np.asarray(self._pages)
 
     def populate(self, offset: int, nbytes: int) -> bool:
-        """Fault pages in, with an error where touching them would raise SIGBUS.
+        """Fault pages in, with an error where touching them would raise SIGBUS; huge ones where
+        the kernel has them, whatever /sys/kernel/mm/transparent_hugepage says of shared memory
+        (Linux 6.1, unless that is "deny").
 
         REQUIRES: a writable map, `offset` a multiple of the page size. Returns whether the kernel
         knows how (Linux 5.14); raises `OSError` if there is no memory.
         """
+        start = self._pages.address + offset
         try:
-            _advise(self._pages.address + offset, nbytes, _MADV_POPULATE_WRITE)
+            first, end = -(-start // HUGE) * HUGE, (start + nbytes) // HUGE * HUGE
+            for page in range(first, end, HUGE):  # what has no page at all does not collapse
+                _advise(page, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
+            with contextlib.suppress(OSError):  # then they are small
+                _advise(first, max(0, end - first), _MADV_COLLAPSE)
+            _advise(start, nbytes, _MADV_POPULATE_WRITE)
         except OSError as error:
             if error.errno == errno.EINVAL:
                 return False
@@ -98,6 +112,25 @@ def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int)
     if mapped is None or mapped == _FAILED:
         raise _os_error()
     return int(mapped)
+
+
+def _map_aligned(nbytes: int, protection: int, fd: int) -> int:
+    """Maps `fd` where huge pages fit, if it is that large."""
+    if nbytes < HUGE:
+        return _map(None, nbytes, protection, mmap.MAP_SHARED, fd)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    around = _map(None, nbytes + HUGE, _PROT_NONE, flags, -1)
+    address = -(-around // HUGE) * HUGE
+    end = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    try:
+        _map(address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
+    except OSError:
+        _libc.munmap(around, nbytes + HUGE)
+        raise
+    for start, stop in ((around, address), (end, around + nbytes + HUGE)):
+        if stop > start:
+            _libc.munmap(start, stop - start)
+    return address
 
 
 def _advise(address: int, nbytes: int, advice: int) -> None:
