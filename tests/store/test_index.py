@@ -68,6 +68,39 @@ class IndexMachine(RuleBasedStateMachine):
         if above:
             above.children.append(node)
 
+    @rule(
+        data=st.data(),
+        namespace=st.sampled_from(NAMESPACES),
+        names=st.lists(st.sampled_from(KEYS), unique=True),
+    )
+    def insert_chain(self, data: st.DataObject, namespace: int, names: list[bytes]) -> None:
+        names = [name for name in names if (namespace, name) not in self.nodes][: self.index.room]
+        peers = [node for node in self.nodes.values() if node.name[0] == namespace]
+        above = data.draw(st.sampled_from([None, *peers]), "parent")
+        rows = self.index.insert_chain(namespace, b"".join(names), above.row if above else ROOT)
+        assert rows.dtype == np.int32
+        for name, row in zip(names, rows.tolist(), strict=True):
+            node = Node((namespace, name), row, above)
+            self.nodes[namespace, name] = node
+            if above:
+                above.children.append(node)
+            above = node
+
+    @rule(data=st.data(), count=st.integers(1, 8))
+    def cut(self, data: st.DataObject, count: int) -> None:
+        """Leaves go together: each is one when the one before has gone."""
+        gone = []
+        for _ in range(min(count, len(self.nodes))):
+            node = self.pick(data, [node for node in self.nodes.values() if not node.children])
+            if node.parent:
+                node.parent.children.remove(node)
+            freed = node.parent.row if node.parent and not node.parent.children else NO_ROW
+            assert self.index.cut(node.row) == freed
+            del self.nodes[node.name]
+            gone.append(node.row)
+        assert self.index.unlink_cut().tolist() == gone
+        self.unlinked += gone
+
     @precondition(lambda self: self.nodes)
     @rule(data=st.data())
     def unlink(self, data: st.DataObject) -> None:
@@ -249,6 +282,27 @@ def test_parts_can_be_added_while_rows_are_in_use() -> None:
     index.address_at[2][row], index.generation_at[2][row] = 128, 9
     assert index.extents[0][row].tolist() == [64, 0]
     assert index.extents[2][row].tolist() == [128, 9]
+
+
+def test_long_chains_come_and_go_at_once() -> None:
+    """Two thirds of the table are in use, so that buckets spill, and chains meet in buckets."""
+    index = Index(3000, seed=1)
+    chains: list[list[int]] = []
+    for round_ in range(400):
+        names = [key(number) for number in range(30 * round_, 30 * round_ + 30)]
+        above = chains[-1][14] if chains else ROOT
+        chains.append(index.insert_chain(1, b"".join(names), above).tolist())
+        assert index.find(1, b"".join(names)).rows.tolist() == chains[-1]
+        assert index.parent[chains[-1]].tolist() == [above, *chains[-1][:-1]]
+        if len(chains) == 90:
+            for row in chains[45][::-1][:15]:
+                index.cut(row)
+            for chain in chains[46:][::-1]:
+                for row in chain[::-1]:
+                    index.cut(row)
+            index.release_all(index.unlink_cut())
+            chains = chains[:45]
+    index.check_integrity()
 
 
 def test_rows_are_forgotten_by_namespace_and_the_others_stay() -> None:

@@ -92,13 +92,14 @@ class Simulation:
         if not len(blocks):
             return
         index, policy = self._index, self.policy
-        self._next_use[blocks] = self._prepared.next_uses[number]
+        if self._offline:
+            self._next_use[blocks] = self._prepared.next_uses[number]
         rows = known = self._leading(blocks)
         index.leases[known] = 1
         if len(known) < len(blocks):
             added = self._store(self._wanted(blocks[len(known) :]), known)
             policy.admit(added)
-            rows = np.append(known, added)
+            rows = np.concatenate([known, added])
         policy.touch(known)
         if hint is not None and isinstance(policy, TakesHints):
             policy.hint(rows, hint)
@@ -134,21 +135,15 @@ class Simulation:
         index = self._index
         missing = len(blocks) - index.room
         if missing > 0:
-            self.counts.evictions += self.policy.evict(missing, self._gone)
+            self.counts.evictions += len(self._evict(missing))
         return self._insert(blocks[: index.room], above)
 
     def _insert(self, stored: Blocks, above: Rows) -> Rows:
         """New rows for `stored` below `above`."""
-        index, keys = self._index, self._keys
         parent = int(above[-1]) if len(above) else ROOT
-        rows: list[int] = []
-        insert = index.insert
-        for at in (stored * _KEY_BYTES).tolist():
-            parent = insert(_NAMESPACE, keys[at : at + _KEY_BYTES], parent)
-            rows.append(parent)
-        out = np.array(rows, np.int32)
-        self._block[out] = stored
-        return out
+        rows = self._index.insert_chain(_NAMESPACE, self._prepared.keys[stored].tobytes(), parent)
+        self._block[rows] = stored
+        return rows
 
     def _wanted(self, blocks: Blocks) -> Blocks:
         """The optimum knows better than to store what is never used again."""
@@ -156,27 +151,23 @@ class Simulation:
 
     def _shed(self, added: Rows) -> None:
         """Evicts what exceeds the capacity; a block that was just stored was never written."""
-        before = set(added.tolist())
-        declined = 0
-
-        def gone(row: int) -> int:
-            nonlocal declined
-            declined += row in before
-            return self._gone(row)
-
         excess = self._index.count - self._capacity
-        evicted = self.policy.evict(excess, gone) if excess > 0 else 0
-        self.counts.evictions += evicted - declined
-        self.counts.writes -= declined
+        if excess > 0:
+            evicted = self._evict(excess)
+            declined = int(np.isin(added, evicted).sum())
+            self.counts.evictions += len(evicted) - declined
+            self.counts.writes -= declined
+
+    def _evict(self, n: int) -> Rows:
+        """Up to `n` rows go; returns them in their order."""
+        self.policy.evict(n, self._gone)
+        rows = self._index.unlink_cut()
+        self._index.release_all(rows)
+        return rows
 
     def _gone(self, row: int) -> int:
-        index = self._index
-        parent = index.parent_at[row]
-        index.unlink(row)
-        index.release(row)
-        if parent >= 0 and not index.children_at[parent] and not index.leases_at[parent]:
-            return parent
-        return NO_ROW
+        parent = self._index.cut(row)
+        return NO_ROW if parent >= 0 and self._index.leases_at[parent] else parent
 
     def _count(self, asked: int, hits: int, resident: int) -> None:
         counts, work = self.counts, self._prepared.work

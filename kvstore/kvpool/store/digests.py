@@ -42,6 +42,8 @@ _WAYS = 8
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MULTIPLIER_U64 = np.array(_MULTIPLIER, np.uint64)
 _LOW = 0xFFFFFFFF
+_LOW_U64 = np.uint64(_LOW)
+_HALF = np.uint64(32)
 _FEW = 4  # up to this many keys plain Python beats the fixed cost of NumPy calls
 _U64 = (1 << 64) - 1
 
@@ -77,7 +79,8 @@ class Digests:
         self._shift = 64 - bits
         self._shift_u64 = np.array(64 - bits, np.uint64)
         self._buckets = np.zeros((1 << bits, _WAYS), np.uint64)
-        self._entries_at = memoryview(self._buckets.reshape(-1))
+        self._entries = self._buckets.reshape(-1)
+        self._entries_at = memoryview(self._entries)
         self._spilled: dict[int, list[int]] = {}
         """Rows by bucket. REQUIRES: the bucket is full."""
         self._words = lines.view("<u8").reshape(-1, 8)
@@ -150,6 +153,24 @@ class Digests:
         else:
             self._spilled.setdefault(bucket, []).append(row)
 
+    def add_all(self, rows: Rows, namespace: int, words: Hashes) -> None:
+        """`add` of many rows of one namespace; `words`: their keys' first 64 bits. REQUIRES: the
+        keys differ."""
+        hashes = self._hashes(namespace, words)
+        entries = hashes << _HALF | (rows + 1).view(np.uint32)
+        buckets = (hashes >> self._shift_u64).view(np.int64)
+        places = (self._buckets.take(buckets, axis=0) == 0).argmax(axis=1) + buckets * _WAYS
+        here = self._entries.take(places)
+        if np.count_nonzero(here):
+            empty = here == 0
+            self._entries[places[empty]] = entries[empty]
+        else:
+            self._entries.put(places, entries)
+        missing = self._entries.take(places) != entries  # full, or another row chose that place
+        if np.count_nonzero(missing):
+            for row in rows[missing].tolist():
+                self.add(row)
+
     def remove(self, row: int) -> None:
         """REQUIRES: the row is in the table, and its line as it was when it was added."""
         bucket, entry = self._home(row)
@@ -165,6 +186,22 @@ class Digests:
             spilled.remove(row)
         if not spilled:
             del self._spilled[bucket]
+
+    def remove_all(self, rows: Rows) -> None:
+        """`remove` of many."""
+        words = self._words.take(rows, axis=0)
+        hashes = self._hashes(words[:, 4] & _LOW_U64, words[:, 0])
+        buckets = (hashes >> self._shift_u64).view(np.int64)
+        kept = buckets.tolist()
+        if not self._spilled.keys().isdisjoint(kept):
+            # What spilled moves up into the place of who leaves.
+            alone = np.array([bucket in self._spilled for bucket in kept], np.bool_)
+            for row in rows[alone].tolist():
+                self.remove(row)
+            buckets, rows = buckets[~alone], rows[~alone]
+        numbers = self._buckets.take(buckets, axis=0).view(np.uint32)[:, ::2]
+        ways = (numbers == (rows + 1).view(np.uint32)[:, None]).argmax(axis=1)
+        self._entries[buckets * _WAYS + ways] = 0
 
     def rebuild(self, every: Rows) -> None:
         """Holds `every` row and no others from now on."""

@@ -47,6 +47,7 @@ UNLINKED = 3
 """Deleted, but a lease still holds it: its extents live until the last release."""
 
 
+_FEW = 4  # up to this many rows plain Python beats the fixed cost of NumPy calls
 _ROWS_MIN = 65536
 _CHUNK_BYTES_SMALL = 16 << 10
 
@@ -69,6 +70,7 @@ class Index:
         """Rows in the state ORPHANED."""
         lines = np.zeros(capacity + 1, LINE)  # the last one stands for NO_ROW
         self._digests = Digests(lines, seed)
+        self._words = lines.view("<u8").reshape(-1, 8)
         self.find = self._digests.find
         self.find_one = self._digests.find_one
         self._seed = np.uint64(seed & (1 << 64) - 1)
@@ -89,6 +91,7 @@ class Index:
         self._first_child = np.zeros(capacity, np.int32)
         self._next = np.zeros(capacity, np.int32)
         self._previous = np.zeros(capacity, np.int32)
+        self._cut: list[int] = []
         self._free = 0
         self._free_rows = 0
         self._fresh = 0  # rows from here on were never used
@@ -144,6 +147,40 @@ class Index:
             self.orphaned += self.state_at[row] == ORPHANED
         return row
 
+    def insert_chain(self, namespace: int, keys: bytes, parent: int) -> Rows:
+        """`insert` of `keys` (n x 32 bytes), each below the one before, the first below `parent`.
+
+        REQUIRES: as `insert`, and the keys are distinct.
+        """
+        count = len(keys) // 32
+        if count <= _FEW:
+            few = []
+            for at in range(0, len(keys), 32):
+                parent = self.insert(namespace, keys[at : at + 32], parent)
+                few.append(parent)
+            return np.array(few, np.int32)
+        rows = np.array([self._take_row() for _ in range(count)], np.int32)
+        above, below = rows[:-1], rows[1:]
+        lines = np.zeros((count, 8), np.uint64)
+        lines[:, :4] = words = np.frombuffer(keys, np.uint64).reshape(count, 4)
+        lines[:, 4] = namespace
+        links = lines.view(np.int32)[:, 9]
+        links[0], links[1:] = ROOT, above
+        self._words[rows] = lines
+        self._first_child.put(above, below + 1)
+        self._next.put(rows, 0)
+        self._previous.put(rows, 0)
+        self.children.put(above, 1)
+        state = LINKED if parent < 0 else self.state_at[parent]
+        self.state.put(rows, state)
+        self._digests.add_all(rows, namespace, words[:, 0])
+        self.count += count
+        if parent >= 0:
+            self._attach(int(rows[0]), parent)
+        if state == ORPHANED:
+            self.orphaned += count
+        return rows
+
     def adopt(self, row: int, parent: int) -> None:
         """Ends the orphanhood of `row` and of what is below it.
 
@@ -170,6 +207,35 @@ class Index:
         self.state[below] = ORPHANED
         self.children_at[row] = self._first_child_at[row] = 0
         return below
+
+    def cut(self, row: int) -> int:
+        """A leaf goes with the next `unlink_cut`: its parent has it no longer. Returns that parent
+        if it is a leaf now, else NO_ROW. REQUIRES: `row` is linked, and no child of it is left."""
+        self._cut.append(row)
+        parent = self.parent_at[row]
+        self.parent_at[row] = ROOT
+        if parent < 0:
+            return NO_ROW
+        left = self.children_at[parent] = self.children_at[parent] - 1
+        if left:
+            self._leave_siblings(row, parent)
+            return NO_ROW
+        self._first_child_at[parent] = 0
+        return parent
+
+    def unlink_cut(self) -> Rows:
+        """Unlinks all leaves that were cut, at once; returns them in the order of `cut`."""
+        rows, self._cut = np.array(self._cut, np.int32), []
+        if len(rows) <= _FEW:
+            for row in rows.tolist():
+                self.unlink(row)
+            return rows
+        self._digests.remove_all(rows)
+        if self.orphaned:
+            self.orphaned -= int(np.count_nonzero(self.state[rows] == ORPHANED))
+        self.state.put(rows, UNLINKED)
+        self.count -= len(rows)
+        return rows
 
     def release(self, row: int) -> None:
         """Gives an unlinked row back. REQUIRES: no lease, pin or part."""
@@ -310,9 +376,12 @@ class Index:
 
     def _detach(self, row: int) -> None:
         parent = self.parent_at[row]
+        if parent >= 0:
+            self._leave_siblings(row, parent)
+            self.children_at[parent] -= 1
         self.parent_at[row] = ROOT
-        if parent < 0:
-            return
+
+    def _leave_siblings(self, row: int, parent: int) -> None:
         before, after = self._previous_at[row], self._next_at[row]
         if before:
             self._next_at[before - 1] = after
@@ -320,12 +389,12 @@ class Index:
             self._first_child_at[parent] = after
         if after:
             self._previous_at[after - 1] = before
-        self.children_at[parent] -= 1
 
     # ---- integrity
 
     def check_integrity(self) -> None:
         """Asserts that table, tree, states and counts agree. O(rows)."""
+        assert not self._cut, "leaves that were cut are unlinked"
         linked, live = self.linked_rows(), self.live_rows()
         assert len(linked) == self.count == len(self._digests)
         self._digests.check_integrity()

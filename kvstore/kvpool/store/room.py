@@ -71,7 +71,6 @@ class Room:
         """Rows that are deleted but leased."""
         self._used_at = np.zeros(options.chunks, np.float64)
         self._uses: list[tuple[Rows, float]] = []
-        self._freed: list[int] = []
         self._turns = segments.Turns()
 
     # ---- space
@@ -366,12 +365,7 @@ class Room:
         index.unlink_all(rows)
         unleased = rows[index.leases[rows] == 0]
         self.zombies += len(rows) - len(unleased)
-        known.account.used -= int(self.nbytes_of(unleased).sum())
-        for part, extents in enumerate(index.extents):
-            here = unleased[index.resident[unleased] >> np.uint64(part) & 1 != 0]
-            self.slabs.free(self._inside(extents[here, 0]))
-        index.resident[unleased] = 0
-        index.release_all(unleased)
+        self._take_all_apart(known, unleased)
         return len(stored)
 
     def evict(self, n: int, account: Account, slot: int | None = None) -> int:
@@ -408,7 +402,7 @@ class Room:
             evicted = 0
             while evicted < n and (policy := self._oldest(policies)) is not None:
                 evicted += policy.evict(1, self._gone)
-        self._free_evicted(evicted, reason)
+        self._bury(reason)
         return evicted
 
     def may_take(self, rows: Rows, account: Account) -> bool:
@@ -433,18 +427,40 @@ class Room:
         return policies[min(offers)[1]] if offers else None
 
     def _gone(self, row: int) -> int:
-        """A policy has let go of an idle row. Returns the parent if that is idle now."""
-        index = self.index
-        namespace = index.namespace_at[row]
-        key = index.key_bytes(row)
-        self.ghosts.add(namespace, key, Reason.EVICTED)
-        if self.evicted is not None:
-            self.evicted(namespace, key)
-        self.namespaces.by_id[namespace].account.evicted_chunks += 1
-        parent = index.parent_at[row]
-        index.unlink(row)
-        self._freed += self._take_apart(row)
+        """A policy lets go of an idle row. Returns the parent if that is idle now."""
+        parent = self.index.cut(row)
         return parent if parent >= 0 and self.idle(parent) else NO_ROW
+
+    def _bury(self, reason: str) -> None:
+        """What policies let go of leaves the store."""
+        index, counters = self.index, self.counters
+        rows = index.unlink_cut()
+        spaces = index.namespace[rows]
+        for row, space in zip(rows.tolist(), spaces.tolist(), strict=True):
+            key = index.key_bytes(row)
+            self.ghosts.add(space, key, Reason.EVICTED)
+            if self.evicted is not None:
+                self.evicted(space, key)
+        for space in set(spaces.tolist()):
+            known = self.namespaces.by_id[space]
+            mine = rows[spaces == space]
+            known.account.evicted_chunks += len(mine)
+            self._take_all_apart(known, mine)
+        counters.evicted_chunks += len(rows)
+        counters.evictions[reason] = counters.evictions.get(reason, 0) + len(rows)
+
+    def _take_all_apart(self, known: KnownNamespace, rows: Rows) -> None:
+        """Gives unlinked rows of one namespace back, and frees their extents."""
+        index = self.index
+        if len(rows) <= _FEW:
+            self._free([address for row in rows.tolist() for address in self._take_apart(row)])
+            return
+        known.account.used -= int(self.nbytes_of(rows).sum())
+        for part, extents in enumerate(index.extents):
+            here = rows[index.resident[rows] >> np.uint64(part) & 1 != 0]
+            self.slabs.free(self._inside(extents[here, 0]))
+        index.resident[rows] = 0
+        index.release_all(rows)
 
     def _take_apart(self, row: int) -> list[int]:
         """Gives an unlinked row back; returns the addresses of its extents, which are to free."""
@@ -496,11 +512,4 @@ class Room:
                 leaves.append(parent)
             else:
                 self.settle(above)
-        self._free_evicted(len(rows), "segment")
-
-    def _free_evicted(self, rows: int, reason: str) -> None:
-        self._free(self._freed)
-        self._freed = []
-        counters = self.counters
-        counters.evicted_chunks += rows
-        counters.evictions[reason] = counters.evictions.get(reason, 0) + rows
+        self._bury("segment")

@@ -76,7 +76,7 @@ class Writes:
         self._protect(known, _as_rows((above, *rows)), now)
         self._judge(plan, rows, indices)
         addresses = self._find_room(known, plan, indices)
-        fitting = self._link(known, names, above, rows, len(addresses))
+        fitting = self._link(known, keys, above, rows, len(addresses))
         self._room.give_back(
             known, (address for chunk in addresses[fitting:] for address in chunk.values())
         )
@@ -142,21 +142,27 @@ class Writes:
     def _link(
         self,
         known: KnownNamespace,
-        names: Sequence[bytes],
+        keys: bytes,
         above: int,
         rows: list[int],
         fitting: int,
     ) -> int:
         """Gives the first `fitting` chunks rows, as far as there are any; returns how many."""
         left = self._room.make_rows(rows[:fitting].count(NO_ROW), known.account)
-        for i in range(fitting):
-            if rows[i] == NO_ROW:
+        end = 0
+        while end < fitting:
+            start, end = end, end + 1
+            if rows[start] == NO_ROW:
                 if not left:
-                    return i
-                left -= 1
-                rows[i] = self._index.insert(known.id, names[i], above)
-                self._index.leases_at[rows[i]] = 1
-            above = rows[i]
+                    return start
+                while end < fitting and rows[end] == NO_ROW and end - start < left:
+                    end += 1
+                chain = keys[start * KEY_BYTES : end * KEY_BYTES]
+                new = self._index.insert_chain(known.id, chain, above)
+                self._index.leases[new] = 1
+                rows[start:end] = new.tolist()
+                left -= end - start
+            above = rows[end - 1]
         return fitting
 
     def _open(

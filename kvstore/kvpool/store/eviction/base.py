@@ -142,14 +142,14 @@ UNKNOWN = 0
 
 def require_known(states: NDArray[np.uint8], rows: Rows) -> None:
     """Raises `ValueError` if one of `rows` is not known by `states`."""
-    found = states[rows]
+    found = states.take(rows)
     if np.count_nonzero(found) < len(rows):
         raise ValueError(f"rows that were never admitted: {rows[found == UNKNOWN]}")
 
 
 def require_unknown(states: NDArray[np.uint8], rows: Rows) -> None:
     """Raises `ValueError` if one of `rows` is known by `states`."""
-    found = states[rows]
+    found = states.take(rows)
     if np.count_nonzero(found):
         raise ValueError(f"rows that are known already: {rows[found != UNKNOWN]}")
 

@@ -7,16 +7,15 @@ while its row still has that stamp, so the live entries list rows from the oldes
              ^ victims walk from here           ^ uses are appended here
              ^ demoted and returning rows go before it
 
-What a walk finds blocked it never looks at again until `unblock` names it. What lies before the
-first victim, dead or blocked, is dropped; a dropped row that is unblocked returns to its place by
-stamp. Two blocks are cleaned of dead entries for each block of new ones, so that the log stays
+What a walk finds blocked it never looks at again until `unblock` names it. What an eviction passes,
+dead, gone or blocked, is dropped; a dropped row that is unblocked returns to its place by stamp.
+Two blocks are cleaned of dead entries for each block of new ones, so that the log stays
 below two entries per row without a pause.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +34,8 @@ BLOCK_ROWS = 4096
 _WINDOW_ROWS = 32
 """Entries that a walk looks at first; doubled until it has found enough."""
 
-_ROUND_ROWS = 4
-"""Victims that `evict` looks up first, then twice as many: a long chain frees most by itself."""
+_FEW_USES = 4
+"""Calls whose repetitions are not worth looking for."""
 
 Stamps = NDArray[np.int64]
 
@@ -68,6 +67,44 @@ class _Block:
         return self.rows[start:stop], self.stamps[start:stop]
 
 
+class _Walk:
+    """Evicts along the log: `over` entries in their order, each once."""
+
+    __slots__ = ("_gone", "_stamp_at", "evicted", "freed", "missing", "passed")
+
+    def __init__(self, n: int, gone: Gone, stamp_at: memoryview[int]) -> None:
+        self.missing = n
+        self.evicted: list[int] = []
+        self.passed: list[int] = []
+        """Blocked when the walk came by; some were freed and evicted afterwards."""
+        self.freed: set[int] = set()
+        """Parents that may go now and did not."""
+        self._gone = gone
+        self._stamp_at = stamp_at
+
+    def over(self, rows: list[int], stamps: list[int], good: list[bool]) -> int:
+        """Evicts those that are good or were freed; returns the last stamp that was looked at."""
+        gone, stamp_at, freed, evicted = self._gone, self._stamp_at, self.freed, self.evicted
+        stamp, end = 0, len(evicted) + self.missing
+        for row, stamp, may_go in zip(rows, stamps, good, strict=True):
+            if row in freed:
+                freed.remove(row)
+            elif not may_go:
+                self.passed.append(row)
+                continue
+            evicted.append(row)
+            parent = gone(row)
+            while parent >= 0 and stamp_at[parent] < stamp and len(evicted) < end:
+                evicted.append(parent)
+                parent = gone(parent)
+            if parent >= 0:
+                freed.add(parent)
+            if len(evicted) == end:
+                break
+        self.missing = end - len(evicted)
+        return stamp
+
+
 class LruPolicy:
     """See `kvpool.store.eviction.base.Policy`.
 
@@ -84,6 +121,7 @@ class LruPolicy:
         self._stamp = np.zeros(capacity, np.int64)  # of known rows; negative once demoted
         self._stamp_at = memoryview(self._stamp)
         self._state = np.zeros(capacity, np.uint8)
+        self._state_at = memoryview(self._state)
         self._known = 0
         self._newest = 0  # stamp
         self._oldest = 0  # stamp
@@ -138,33 +176,55 @@ class LruPolicy:
         return np.concatenate(found)
 
     def evict(self, n: int, gone: Gone) -> int:
-        evicted, wanted = 0, _ROUND_ROWS
-        while evicted < n and len(candidates := self.victims(min(n - evicted, wanted))):
-            evicted += self._evict_round(candidates, n - evicted, gone)
-            wanted *= 2
-        return evicted
-
-    def _evict_round(self, candidates: Rows, n: int, gone: Gone) -> int:
-        """Merges the oldest rows with the parents that their eviction frees, by stamp.
-
-        Ends with the last candidate, behind which the next oldest row is not known.
-        """
-        heads = list(zip(self._stamp[candidates].tolist(), candidates.tolist(), strict=True))
-        heads.reverse()
-        freed: list[tuple[int, int]] = []
-        evicted: list[int] = []
-        while heads and len(evicted) < n:
-            row = heappop(freed)[1] if freed and freed[0] < heads[-1] else heads.pop()[1]
-            evicted.append(row)
-            parent = gone(row)
+        """One walk, that takes what it passes off the log: a parent that is freed is ahead of it,
+        or so old that it goes at once."""
+        self._flush()
+        self._rejoin()
+        if n == 1 and len(head := self._evictable_head()):
+            parent = gone(int(head[0]))
+            self._leave(head)
             if parent >= 0:
-                heappush(freed, (self._stamp_at[parent], parent))
-        self.forget(np.array(evicted, np.int32))
-        if freed:
-            self.unblock(np.array([row for _, row in freed], np.int32))
-        return len(evicted)
+                self.unblock(np.array([parent], np.int32))
+            return 1
+        walk = _Walk(n, gone, self._stamp_at)
+        index, position, window = 0, self._log[0].start, n + _WINDOW_ROWS
+        while walk.missing > 0:
+            block = self._log[index]
+            if position == block.end:
+                if index + 1 == len(self._log):
+                    break
+                index += 1
+                position = self._log[index].start
+                continue
+            stop = min(position + window, block.end)
+            rows, stamps = block.view(position, stop)
+            live = self._stamp.take(rows) == stamps
+            rows, stamps = rows[live], stamps[live]
+            good = self._state.take(rows) == _LOGGED
+            good &= self._evictable(rows)
+            last = walk.over(rows.tolist(), stamps.tolist(), good.tolist())
+            if walk.missing > 0:
+                position = stop
+            else:
+                position += int(block.stamps[position:stop].searchsorted(last, "right"))
+            window *= 2
+        self._drop_before(index, position)
+        if walk.passed:
+            self._state[walk.passed] = _DROPPED
+        self._leave(np.array(walk.evicted, np.int32))
+        if walk.freed:
+            self.unblock(np.array(list(walk.freed), np.int32))
+        return len(walk.evicted)
+
+    def _leave(self, rows: Rows) -> None:
+        self._stamp.put(rows, 0)
+        self._state.put(rows, UNKNOWN)
+        self._known -= len(rows)
+        self._clean_after(len(rows))
 
     def unblock(self, rows: Rows) -> None:
+        if len(rows) == 1 and self._state_at[rows[0]] <= _LOGGED:
+            return
         states = self._state[rows]
         if not np.count_nonzero(states > _LOGGED):
             return
@@ -189,10 +249,7 @@ class LruPolicy:
     def forget(self, rows: Rows) -> None:
         self._flush()
         require_known(self._state, rows)
-        self._stamp[rows] = 0
-        self._state[rows] = UNKNOWN
-        self._known -= len(rows)
-        self._clean_after(len(rows))
+        self._leave(rows)
 
     def statistics(self) -> Mapping[str, int]:
         """`rows` known, of these `blocked_rows` when last seen; `log_entries` live or dead."""
@@ -233,10 +290,10 @@ class LruPolicy:
         require_known(self._state, rows)
         stamps = np.arange(self._newest + 1, self._newest + 1 + len(rows))
         self._newest += len(rows)
-        self._state[rows] = _LOGGED
-        self._stamp[rows] = stamps
-        if len(pending) > 1:  # of a row's several uses, only the last needs an entry
-            last = self._stamp[rows] == stamps
+        self._state.put(rows, _LOGGED)
+        self._stamp.put(rows, stamps)
+        if len(pending) > _FEW_USES:  # of a row's several uses, only the last needs an entry
+            last = self._stamp.take(rows) == stamps
             rows, stamps = rows[last], stamps[last]
         self._append(rows, stamps)
         self._clean_after(len(rows))

@@ -246,6 +246,11 @@ class Shelf:
         for shape, policy in self.policies.items():
             if slot is None or slot in shape:
                 evicted += policy.evict(count - evicted, self._gone)
+        for row in self.index.unlink_cut().tolist():
+            key = self.index.key_bytes(row)
+            self.ghosts.add(self.index.namespace_at[row], key, Reason.EVICTED)
+            self.tier.delete(key)
+            self.tier.release(self._take_apart(row))
         self.evicted_chunks += evicted
         if slot is not None:
             self._turns.evicted(slot, evicted)
@@ -291,12 +296,7 @@ class Shelf:
         return self.slabs.segments_of(addresses)
 
     def _gone(self, row: int) -> int:
-        index = self.index
-        key, parent = index.key_bytes(row), index.parent_at[row]
-        self.ghosts.add(index.namespace_at[row], key, Reason.EVICTED)
-        index.unlink(row)
-        self.tier.delete(key)
-        self.tier.release(self._take_apart(row))
+        parent = self.index.cut(row)
         return parent if parent >= 0 and self._idle(parent) else NO_ROW
 
     def _take_apart(self, row: int) -> list[Extent]:
