@@ -52,9 +52,13 @@ def test_the_bytes_of_an_entry_are_fixed() -> None:
     )  # fmt: skip
 
 
-@given(st.lists(ENTRIES, max_size=20, unique_by=lambda one: one.key), st.binary(max_size=200))
+@given(
+    st.lists(ENTRIES, max_size=20, unique_by=lambda one: one.key),
+    st.binary(max_size=200),
+    st.integers(1, 30),
+)
 def test_a_listing_holds_the_same_as_its_entries_and_names_what_is_none(
-    entries: list[Entry], rubbish: bytes
+    entries: list[Entry], rubbish: bytes, block: int
 ) -> None:
     pairs = [(one.key, one.pack()) for one in entries]
     strange = key_of("rubbish")
@@ -63,8 +67,10 @@ def test_a_listing_holds_the_same_as_its_entries_and_names_what_is_none(
         wanted = []
     except ValueError:
         wanted = [strange]
-    listing, damaged = read_listing([*pairs, (strange, rubbish)])
-    assert damaged == wanted
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvpool.store.ssd.listing.BLOCK", block)
+        listing, damaged = read_listing([*pairs, (strange, rubbish)])
+    assert damaged == wanted and len(listing) == len(entries) + 1 - len(damaged)
     by_key = {bytes(key): at for at, key in enumerate(listing.keys)}
     for one in entries:
         at = by_key[one.key]

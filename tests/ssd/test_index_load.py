@@ -37,3 +37,21 @@ def test_rows_that_are_loaded_are_linked_as_if_they_had_been_inserted(
     new = index.insert(3, key_of("new"), ROOT)  # and it goes on from there
     assert new == len(order)
     index.check_integrity()
+
+
+def test_keys_that_begin_alike_are_told_apart_when_they_are_loaded() -> None:
+    """More than a bucket holds, in two namespaces: of each, a chain of keys with the same first
+    8 bytes, and one below a key that is not there."""
+    index = Index(64, 7)
+    chain = [b"alike..." + key_of(at)[8:] for at in range(12)]
+    absent = b"alike..." + key_of("absent")[8:]
+    keys = np.frombuffer(b"".join([*chain, key_of("below")] * 2), np.uint8).reshape(-1, 32)
+    above = [bytes(32), *chain[:-1], absent]
+    parents = np.frombuffer(b"".join(above * 2), np.uint8).reshape(-1, 32)
+    roots = np.tile([True] + [False] * 12, 2)
+    namespaces = np.repeat(np.array([3, 4], np.int32), 13)
+    index.load(namespaces, keys, parents, roots)
+    index.check_integrity()
+    assert index.parent[:26].tolist() == [ROOT, *range(11), ORPHAN, ROOT, *range(13, 24), ORPHAN]
+    assert index.find(4, b"".join(chain)).rows.tolist() == list(range(13, 25))
+    assert index.orphaned == 2

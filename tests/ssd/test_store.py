@@ -517,6 +517,26 @@ def test_a_restart_serves_what_the_ssd_had_at_once_and_verified() -> None:
     again.check()
 
 
+def test_what_an_earlier_life_left_goes_from_the_ends_of_its_chains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvpool.store.ssd.shelf.ADMIT_ROWS", 4)
+    world = World(room=20, write_through=True)
+    long, short = chain("long", 9), chain("short", 3)
+    for keys in (long[:5], short, long[5:]):
+        world.publish(keys, parent=long[4] if keys[0] == long[5] else b"")
+        world.settle()
+    again = World(catalogue=world.catalogue, disk=world.disk)
+    shelf = again.ssd.shelf
+    gone: list[bytes] = []
+    while shelf.index.count:
+        before = {shelf.index.key_bytes(row) for row in shelf.index.linked_rows().tolist()}
+        assert shelf.evict(1) == 1
+        gone += before - {shelf.index.key_bytes(row) for row in shelf.index.linked_rows().tolist()}
+    assert [key for key in gone if key in long] == long[::-1]
+    assert gone[:6] == long[:2:-1], "the deepest first"
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**32),

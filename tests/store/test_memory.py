@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvpool.proto.errors import InternalError
-from kvpool.store.memory import AvailableMemory, available_bytes, read_file
+from kvpool.store.memory import AvailableMemory, available_bytes, read_file, return_freed
 
 GIB = 1 << 30
 V2 = "/sys/fs/cgroup"
@@ -114,3 +116,17 @@ def test_this_machine_has_some_memory_and_says_by_which_file() -> None:
     assert found.available_bytes > 0
     assert found.source.split(" of ")[1].startswith(("/proc/", "/sys/"))
     assert read_file("/proc/no such file") is None
+
+
+def test_what_was_freed_below_something_that_lives_goes_back() -> None:
+    pieces = [bytes([1]) * 50_000 for _ in range(2000)]  # of the heap, not maps of their own
+    last, full = pieces.pop(), resident()
+    pieces.clear()
+    return_freed()
+    assert resident() < full - 50_000_000 and last
+
+
+def resident() -> int:
+    """Bytes of this process's own."""
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if "RssAnon" in line).split()[1]) << 10

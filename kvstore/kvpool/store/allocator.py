@@ -272,16 +272,17 @@ class SlabAllocator:
         slots, rest = np.divmod(offsets, size)
         good: NDArray[np.bool_] = inside & (rest == 0) & (slots < self.segment_bytes // size)
         good &= np.isin(self._slot_bytes[segments], (0, size))
-        first = np.zeros(len(addresses), np.bool_)
-        first[np.unique(addresses, return_index=True)[1]] = True
-        good &= first
         chosen = np.flatnonzero(good)
+        # By segment, with what is named twice side by side, and in the order of the call.
+        chosen = chosen[np.argsort(addresses[chosen], kind="stable")]
+        again = np.flatnonzero(np.diff(addresses[chosen]) == 0) + 1
+        good[chosen[again]] = False
+        chosen = np.delete(chosen, again)
         if not len(chosen):
             return good
         kind = self._classes.get(size)
         if kind is None:
             kind = self._classes[size] = _SizeClass(size, self.segment_bytes // size)
-        chosen = chosen[np.argsort(segments[chosen], kind="stable")]
         numbers, starts = np.unique(segments[chosen], return_index=True)
         for segment, mine in zip(numbers.tolist(), np.split(chosen, starts[1:]), strict=True):
             if not self._slot_bytes[segment]:

@@ -67,6 +67,22 @@ class Found(NamedTuple):
         return self.words.view(np.int64)[:, 6:]
 
 
+def in_order(words: Hashes) -> tuple[Hashes, npt.NDArray[np.int64]]:
+    """`words` ascending, and where each of them was, as a stable sort gives it. The lowest
+    ``len(words).bit_length()`` bits do not count and come back as 0: the places travel in them,
+    which is several times faster than `argsort`."""
+    bits = np.uint64(len(words).bit_length())
+    packed = words >> bits << bits | np.arange(len(words), dtype=np.uint64)
+    packed.sort()
+    places = packed & ((np.uint64(1) << bits) - np.uint64(1))
+    return packed ^ places, places.view(np.int64)
+
+
+def run_starts(ascending: npt.NDArray[np.generic]) -> npt.NDArray[np.int64]:
+    """Where each run of equal values begins."""
+    return np.flatnonzero(np.r_[True, ascending[1:] != ascending[:-1]][: len(ascending)])
+
+
 class Digests:
     """Where each key's row is. `seed` keeps the buckets of keys unpredictable to clients.
 
@@ -207,15 +223,16 @@ class Digests:
         """Holds `every` row and no others from now on."""
         self._buckets[:] = 0
         self._spilled.clear()
-        words = self._words[every]
-        hashes = self._hashes(words.view(np.int32)[:, 8].astype(np.uint64), words[:, 0])
-        buckets = (hashes >> self._shift_u64).astype(np.int64)
-        order = np.argsort(buckets, kind="stable")
-        buckets, rows = buckets[order], every[order].astype(np.int64)
-        way = np.arange(len(rows)) - buckets.searchsorted(buckets)
-        fits = way < _WAYS
+        namespaces = self._words.view(np.int32)[:, 8][every].astype(np.uint64)
+        hashes = self._hashes(namespaces, self._words[:, 0][every])
+        upper, order = in_order(hashes)
+        buckets = (upper >> self._shift_u64).view(np.int64)
+        starts = run_starts(buckets)
+        way = np.arange(len(buckets)) - np.repeat(starts, np.diff(starts, append=len(buckets)))
+        rows = every[order]
         entries = hashes[order] << np.uint64(32) | (rows + 1).astype(np.uint64)
-        self._buckets[buckets[fits], way[fits]] = entries[fits]
+        fits = way < _WAYS
+        self._buckets.reshape(-1)[(buckets * _WAYS + way)[fits]] = entries[fits]
         for bucket, row in zip(buckets[~fits].tolist(), rows[~fits].tolist(), strict=True):
             self._spilled.setdefault(bucket, []).append(row)
 

@@ -6,6 +6,7 @@ first, and refuse with figures.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -114,3 +115,11 @@ def _field(text: str | None, name: str) -> int | None:
         if len(words) >= 2 and words[0] == name:
             return _number(words[1])
     return None
+
+
+def return_freed() -> None:
+    """What was freed goes back to the system at once. glibc keeps up to 64 MiB at the end of its
+    heap, and all that lies below something that lives: after a start that is a good part of it."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other libraries have none
+    if trim is not None:
+        trim(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from kvpool.store.ssd.space import Space
 Pair = tuple[bytes, bytes]
 """Key and packed entry, see `entries`."""
 _HEAD, _EXTENT = 48, 32
-BLOCK = 1 << 14
+BLOCK = 1 << 12
 """Entries that are Python objects at a time."""
 ADDRESS, NBYTES, GENERATION, SUM = range(4)
 
@@ -39,8 +39,10 @@ class Listing:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def take(self, chosen: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Listing:
+    def take(self, chosen: npt.NDArray[np.bool_]) -> Listing:
         """Some of the entries."""
+        if chosen.all():
+            return self
         return Listing(
             self.keys[chosen],
             self.parents[chosen],
@@ -58,56 +60,81 @@ class Listing:
 
 def read_listing(pairs: Iterable[Pair]) -> tuple[Listing, list[bytes]]:
     """The entries, and the keys of what is none."""
-    listings: list[Listing] = []
+    records: dict[int, list[npt.NDArray[np.void]]] = {}
     damaged: list[bytes] = []
     rest = iter(pairs)
-    while block := list(islice(rest, BLOCK)):
-        listings += _read_block(block, damaged)
-    return _joined(listings), damaged
+    while block := list(chain.from_iterable(islice(rest, BLOCK))):
+        for count, alike in _by_extents(block, damaged):
+            records.setdefault(count, []).append(np.frombuffer(b"".join(alike), _record(count)))
+    return _joined([_columns(alike, damaged) for alike in records.values()]), damaged
 
 
-def _read_block(pairs: list[Pair], damaged: list[bytes]) -> list[Listing]:
-    """The entries, those of one length together."""
-    by_length: dict[int, tuple[list[bytes], list[bytes]]] = {}
-    for key, value in pairs:
-        extents, rest = divmod(len(value) - _HEAD, _EXTENT)
-        if len(key) != KEY_BYTES or rest or extents < 1:
+def _by_extents(block: list[bytes], damaged: list[bytes]) -> Iterable[tuple[int, list[bytes]]]:
+    """Of keys and values in turn: how many extents, and the keys and values that have so many."""
+    count = _extents(len(block[1]))
+    if count and list(map(len, block)) == [KEY_BYTES, len(block[1])] * (len(block) // 2):
+        return [(count, block)]  # mostly: a look at each pair costs as much as to read it
+    groups: dict[int, list[bytes]] = {}
+    for key, value in zip(block[::2], block[1::2], strict=True):
+        count = _extents(len(value)) if len(key) == KEY_BYTES else 0
+        if count:
+            groups.setdefault(count, []).extend((key, value))
+        else:
             damaged.append(key)
-            continue
-        group = by_length.get(len(value))
-        if group is None:
-            group = by_length[len(value)] = ([], [])
-        group[0].append(key)
-        group[1].append(value)
-    return [_columns(*group, damaged) for group in by_length.values()]
+    return groups.items()
 
 
-def _columns(keys: list[bytes], values: list[bytes], damaged: list[bytes]) -> Listing:
+def _extents(length: int) -> int:
+    """How many extents an entry of `length` bytes has; 0 if it is none."""
+    extents, rest = divmod(length - _HEAD, _EXTENT)
+    return 0 if rest else max(0, extents)
+
+
+def _record(extents: int) -> np.dtype[np.void]:
+    """A key and its entry as `entries` packs it."""
+    return np.dtype(
+        [
+            ("key", "<u8", KEY_BYTES // 8),
+            ("space", "<u4"),
+            ("flags", "<u4"),
+            ("parent", "<u8", KEY_BYTES // 8),
+            ("parts", "<u8"),
+            ("extents", "<u8", (extents, 4)),
+        ]
+    )
+
+
+def _columns(records: list[npt.NDArray[np.void]], damaged: list[bytes]) -> Listing:
     """Entries with equally many extents."""
-    names = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, KEY_BYTES)
-    raw = np.frombuffer(b"".join(values), np.uint8).reshape(len(keys), -1)
-    numbers = np.ascontiguousarray(raw[:, :8]).view("<u4")
-    parts = np.ascontiguousarray(raw[:, 40:48]).view("<u8")[:, 0]
-    count = (raw.shape[1] - _HEAD) // _EXTENT
-    fields = np.ascontiguousarray(raw[:, _HEAD:]).view("<u8").reshape(-1, count, 4)
+    keys, spaces, flags, parents, parts, fields = (
+        np.concatenate([block[name] for block in records]) for name in records[0].dtype.names or ()
+    )
     extents: list[npt.NDArray[np.uint64]] = []
     good = np.zeros(len(keys), np.bool_)
     for bitmap in np.unique(parts).tolist():
         chosen = parts == bitmap
         stored = [part for part in range(bitmap.bit_length()) if bitmap >> part & 1]
-        if len(stored) != count:
-            damaged += [keys[i] for i in np.flatnonzero(chosen).tolist()]
+        if len(stored) != fields.shape[1]:
+            damaged += [key.tobytes() for key in keys[chosen]]
             continue
         good |= chosen
         while len(extents) <= stored[-1]:
             extents.append(np.zeros((len(keys), 4), np.uint64))
         for at, part in enumerate(stored):
             extents[part][chosen] = fields[chosen, at]
-    roots, spaces = numbers[:, 1] & 1 != 0, numbers[:, 0].astype(np.int64)
-    return Listing(names, raw[:, 8:40], roots, spaces, parts, extents).take(good)
+    return Listing(
+        keys.view(np.uint8),
+        parents.view(np.uint8),
+        flags & 1 != 0,
+        spaces.astype(np.int64),
+        parts,
+        extents,
+    ).take(good)
 
 
 def _joined(listings: list[Listing]) -> Listing:
+    if len(listings) == 1:
+        return listings[0]
     none = np.empty((0, KEY_BYTES), np.uint8)
     empty = Listing(
         none, none, np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0, np.uint64), []

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvpool.store.memory import return_freed
 from kvpool.store.service import Domain, Health
 from kvpool.store.ssd.attached import Ssd
 from kvpool.store.ssd.lanes import Threads
@@ -64,7 +65,7 @@ class SsdTiers:
             share = self._capacity * domain.pool.capacity // memory
             folder = os.path.join(self._path, domain.name)
             found = await asyncio.to_thread(look, folder, share, self._chunks)
-            lanes = Threads(READERS, WRITERS, self._waker())
+            lanes, opened = Threads(READERS, WRITERS, self._waker()), found.opened
             ssd = attach(
                 domain.store,
                 found,
@@ -75,15 +76,16 @@ class SsdTiers:
                 admission=self._admission,
                 clock=time.monotonic,
             )
-            self._running.append(_Running(domain, ssd, lanes, found.opened))
-            access = found.opened.access
+            self._running.append(_Running(domain, ssd, lanes, opened))
+            del found  # a whole catalogue
+            return_freed()
             log.info(
                 "domain %s: %d bytes at %s, %s I/O (%s)",
                 domain.name,
-                found.opened.capacity_bytes,
+                opened.capacity_bytes,
                 folder,
-                "direct" if access.direct else "buffered",
-                access.reason,
+                "direct" if opened.access.direct else "buffered",
+                opened.access.reason,
             )
 
     def turn(self) -> None:

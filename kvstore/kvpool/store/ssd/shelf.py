@@ -31,6 +31,9 @@ from kvpool.store.ssd.listing import ADDRESS, GENERATION, NBYTES, SUM, Listing
 from kvpool.store.ssd.tier import Tier
 from kvpool.store.ssd.verify import Form, forms_of
 
+ADMIT_ROWS = 1 << 14
+"""That a policy gets at once when a tier starts: what it puts off stays short, too."""
+
 
 class Shelf:
     """Index and policies of one tier, kept in step with it."""
@@ -328,7 +331,9 @@ class Shelf:
         index.resident[:count] = listing.parts
         for known in spaces.values():
             assert known is not None
-            self.policy_of(known).admit(order[index.namespace[order] == known.id])
+            mine, policy = order[namespaces[order] == known.id], self.policy_of(known)
+            for end in range(len(mine), 0, -ADMIT_ROWS):  # the deepest first: they are the oldest
+                policy.admit(mine[max(0, end - ADMIT_ROWS) : end])
         return count
 
     def newest_generation(self) -> int:
