@@ -18,7 +18,7 @@ from kvpool.client.engines.vllm.identity import Group, Identity, Variant
 from kvpool.client.engines.vllm.memory import HostMemory
 from kvpool.client.engines.vllm.plan import Load, Plan, Save
 from kvpool.client.engines.vllm.scheduler import SchedulerSide
-from kvpool.client.engines.vllm.settings import Sessions
+from kvpool.client.engines.vllm.settings import Sessions, one_step_at_a_time
 from kvpool.client.engines.vllm.worker import STAGED_BYTES, Rank, Staging, WorkerSide
 from kvpool.transfer.copying import Bytes
 
@@ -298,6 +298,33 @@ def test_a_load_whose_lease_has_ended_fails_block_by_block(client: Client) -> No
     side.load_now(Plan(loads=[load]))
     assert side.failed_now() == set(range(20, 36))
     assert not side.failed_now()
+
+
+def test_a_step_whose_load_has_failed_saves_nothing_of_what_it_computed(client: Client) -> None:
+    publish(client)
+    side, _ = worker(client)
+    load = load_of(client, 0, 256, tuple(range(20, 36)), groups=(FULL,))
+    client_held.pop().release()
+    session = client.open(identity(FULL).namespace(Variant()))
+    longer = list(range(1000, 1300))
+    save = Save(Variant(), session.keys(longer), 0, (tuple(range(1, 17)),))
+    plan = Plan([load], [save])
+    side.load_now(plan)
+    assert side.failed_now()  # vLLM asks before or after it saves
+    side.save(plan)
+    assert not session.match(longer).chunks
+
+
+@pytest.mark.parametrize(
+    ("workers", "batches", "alone"), [(1, 1, True), (2, 1, False), (1, 2, False)]
+)
+def test_steps_wait_for_loads_only_where_nothing_else_has_begun_with_them(
+    workers: int, batches: int, alone: bool
+) -> None:
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(world_size=workers), max_concurrent_batches=batches
+    )
+    assert one_step_at_a_time(config) is alone
 
 
 def test_what_is_published_may_be_overwritten_at_once(client: Client) -> None:

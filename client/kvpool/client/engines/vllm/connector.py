@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,11 @@ from kvpool.client.engines.vllm.memory import memory_of
 from kvpool.client.engines.vllm.plan import Plan
 from kvpool.client.engines.vllm.scheduler import DEADLINE_S as LOOKUP_S
 from kvpool.client.engines.vllm.scheduler import SchedulerSide
-from kvpool.client.engines.vllm.settings import Sessions, Settings
+from kvpool.client.engines.vllm.settings import Sessions, Settings, one_step_at_a_time
 from kvpool.client.engines.vllm.worker import DEADLINE_S, Rank, WorkerSide
 from kvpool.proto.errors import ConfigError
+
+log = logging.getLogger("kvpool.vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         )
         self._identity = identity
         self._synchronous = settings.load == "sync" and not identity.hybrid
+        if self._synchronous and not one_step_at_a_time(vllm_config):
+            log.warning("load='sync' is for one worker, one step at a time: loads are 'async'")
+            self._synchronous = False
         self._bad_blocks: set[int] = set()
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(

@@ -26,7 +26,7 @@ class Settings:
     """A multiple of vLLM's block size; 0: the smallest that has at least 256 tokens."""
     load: str = "async"
     """``async``: other requests go on meanwhile. ``sync``: the step waits, which is a little faster
-    for a request that is alone."""
+    for a request that is alone; see `one_step_at_a_time`."""
 
     @classmethod
     def of(cls, transfer: Any) -> Settings:
@@ -51,6 +51,15 @@ class Settings:
 
     def connect(self, name: str, deadline_s: float) -> Client:
         return connect(self.address, token=self.token, name=name, deadline_s=deadline_s)
+
+
+def one_step_at_a_time(config: Any) -> bool:
+    """Whether the engine of a `VllmConfig` knows how a step ended before anything else uses it.
+
+    Only then may a step wait for its loads. Other workers would compute with what one of them could
+    not load, and so would the next step, if it has begun already; what they save would be wrong.
+    """
+    return bool(config.parallel_config.world_size == config.max_concurrent_batches == 1)
 
 
 class Sessions:

@@ -64,8 +64,11 @@ class WorkerSide:
     # ---- loading
 
     def load_now(self, plan: Plan) -> None:
+        """If a load fails, `plan` saves nothing: its step computes with what is not there."""
         for load in plan.loads:
             self._failed |= self._load(load)
+        if self._failed:
+            plan.saves.clear()
 
     def load_meanwhile(self, plan: Plan) -> None:
         for load in plan.loads:
