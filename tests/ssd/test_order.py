@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvpool.store.ssd.demotion import STARTS
 from tests.ssd.samples import key_of
 from tests.ssd.world import World, chain
 
@@ -14,6 +15,22 @@ def test_a_chain_is_written_once_whatever_order_its_chunks_are_announced_in() ->
         counters = world.tier.counters
         assert (counters.written_chunks, counters.deleted_chunks) == (12, 0), f"seed {seed}"
         world.check()
+
+
+def test_a_long_chain_is_begun_a_few_chunks_at_a_time_from_its_start() -> None:
+    world = World(room=2 * STARTS, write_through=False)
+    keys = chain("a", 2 * STARTS)
+    world.publish(keys)  # what is next to go is its end
+    demotion = world.ssd.demotion
+    world.ssd.turn()
+    assert demotion.chunks == STARTS and demotion.waiting
+    assert demotion.advance() is bool(demotion.waiting)
+    world.lanes.run()
+    index = world.ssd.shelf.index
+    assert index.find(world.known.id, b"".join(keys[:STARTS])).rows.min() >= 0
+    world.settle()
+    assert world.tier.counters.written_chunks == 2 * STARTS
+    world.check()
 
 
 def test_what_waits_below_a_chunk_that_is_deleted_leaves_with_it() -> None:

@@ -9,7 +9,8 @@ import pytest
 from kvpool.store.ssd.condition import HANG_S, RETRY_S
 from kvpool.store.ssd.disk import COMMIT_MAX
 from kvpool.store.ssd.entries import Entry
-from kvpool.store.ssd.tier import FREE_BYTES_MIN, LOOK_S, Draft, Piece, Read, Refusal
+from kvpool.store.ssd.lanes import Lane
+from kvpool.store.ssd.tier import ANNOUNCED, FREE_BYTES_MIN, LOOK_S, Draft, Piece, Read, Refusal
 from kvpool.store.ssd.verify import forms_of
 from tests.ssd.samples import (
     BLOCK,
@@ -61,6 +62,43 @@ def test_chunks_that_wait_for_a_commit_share_the_next_one() -> None:
     shelf.lanes.run()
     assert len(shelf.announced) == 10
     assert shelf.tier.counters.commits < 10
+
+
+def written_at_once(count: int) -> tuple[Shelf, list[Draft]]:
+    """So many chunks wait for the next commit together."""
+    shelf = Shelf(segments=10)
+    shelf.tier.flush()  # the namespace is being committed
+    drafts = [shelf.draft(key_of(name), 1) for name in range(count)]
+    for draft in drafts:
+        assert shelf.tier.write(draft) is None
+    for item in [item for item in shelf.lanes.waiting if item[0] == Lane.WRITE]:
+        shelf.lanes.waiting.remove(item)
+        item[2](item[1]())
+    return shelf, drafts
+
+
+def test_a_large_commit_is_announced_a_few_chunks_at_a_time() -> None:
+    shelf, _ = written_at_once(3 * ANNOUNCED)
+    announced: list[int] = []
+    while shelf.lanes.step():
+        announced.append(len(shelf.announced))
+    assert [*dict.fromkeys(announced)] == [0, ANNOUNCED, 2 * ANNOUNCED, 3 * ANNOUNCED]
+    assert shelf.tier.idle and not shelf.tier.writing_bytes
+
+
+def test_a_chunk_that_is_cancelled_before_it_is_announced_leaves_nothing() -> None:
+    shelf, drafts = written_at_once(2 * ANNOUNCED)
+    while not shelf.announced:
+        shelf.lanes.step()
+    assert not shelf.tier.idle
+    for draft in drafts[ANNOUNCED:]:
+        shelf.tier.cancel(draft)
+    shelf.lanes.run()
+    assert (
+        set(shelf.catalogue.stored)
+        == set(shelf.announced)
+        == {key_of(name) for name in range(ANNOUNCED)}
+    )
 
 
 def test_an_extent_is_free_only_after_its_deletion_is_committed() -> None:

@@ -14,8 +14,8 @@ from kvpool.bench.transfer import BenchError
 from kvpool.client import Client
 
 DEADLINE_S = 120.0
-LOOK_S = 0.005
-"""Between two questions whether the chunks are announced."""
+LOOK_S = 0.02
+"""Between two questions whether the chunks are announced: each costs the daemon milliseconds."""
 
 
 @contextmanager

@@ -74,7 +74,6 @@ class Index:
         self.find = self._digests.find
         self.find_one = self._digests.find_one
         self._seed = np.uint64(seed & (1 << 64) - 1)
-        self._words = lines.view("<u8").reshape(-1, 8)
         self.namespace = lines["namespace"]
         self.parent = lines["parent"]
         self.resident = lines["resident"]

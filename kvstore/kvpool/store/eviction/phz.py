@@ -255,19 +255,28 @@ class PhzPolicy:
         if not self._pending:
             return
         pending, self._pending, self._pending_rows = self._pending, [], 0
+        admitted: list[Rows] = []
         for what, rows in pending:
             if what == _ADMIT:
-                self._experience.admit(rows)
+                admitted.append(rows)
                 continue
+            self._admit_all(admitted)
             require_known(self._state, rows)
             if what == _TOUCH:
                 self._experience.use(rows)
                 self._promote(rows)
             else:
                 self._experience.hint(rows, what)
+        self._admit_all(admitted)
         share = 0 if self._experience.review() else len(self._open) // QUEUE_SHARE
         while len(self._queue) > share:  # what is queued must be among the least after these uses
             self._queue.pop()
+
+    def _admit_all(self, admitted: list[Rows]) -> None:
+        """Takes in what was admitted in a row, and clears the list."""
+        if admitted:
+            self._experience.admit(admitted)
+            admitted.clear()
 
     def _promote(self, rows: Rows) -> None:
         """Used rows are no longer demoted."""

@@ -155,6 +155,7 @@ class Ssd:
     def turn(self) -> None:
         """Call it often: starts what should be written."""
         self.demotion.turn()
+        self.demotion.advance()
         self.shelf.tier.tick()
 
     def _evicted(self, namespace: int, key: bytes) -> None:

@@ -34,6 +34,8 @@ AHEAD_SHARE = 8
 """Writing back begins when less than this part of the memory (an eighth) is free."""
 AHEAD_ROWS = 128
 """Chunks that are looked at in one turn."""
+STARTS = 8
+"""Chunks that are begun at once: a match that comes meanwhile waits for them."""
 RESERVE = 32
 """Extents of a class that are kept free on the SSD, so that a write need not wait for the deletion
 of what makes room for it."""
@@ -95,30 +97,36 @@ class Demotion:
             self._fresh.extend(rows)
 
     def turn(self) -> None:
-        """Starts what should be written now; call it often."""
+        """Looks for what should be written; call it every few ms."""
         tier, store = self._shelf.tier, self._store
+        if self._fresh or store.allocator is None or tier.busy or tier.down or tier.full:
+            return
+        counters = store.counters
+        changes = counters.published_chunks + counters.evicted_chunks + len(self._writing)
+        figures = store.allocator.statistics()
+        if changes != self._seen and figures.free_bytes * AHEAD_SHARE < figures.capacity_bytes:
+            for policy in store.policies.values():
+                self._fresh.extend(self._leaving(policy))
+        self._seen = changes
+
+    def advance(self) -> bool:
+        """Starts some of what is to be written; True if there is more, and the tier takes it."""
+        tier = self._shelf.tier
         if tier.down or tier.full:
             tier.counters.refused_writes += len(self._fresh)
             self._fresh.clear()
-            return
-        if store.allocator is None:
-            return
-        if 2 * tier.writing_bytes > tier.queue_bytes:
-            return
-        while self._fresh:
-            if not self._write_chain(self._fresh[0]):
-                return
-            self._fresh.popleft()
-        counters = store.counters
-        changes = counters.published_chunks + counters.evicted_chunks + len(self._writing)
-        if changes == self._seen:
-            return
-        figures = store.allocator.statistics()
-        if figures.free_bytes * AHEAD_SHARE < figures.capacity_bytes:
-            rows = [row for policy in store.policies.values() for row in self._leaving(policy)]
-            if not all(map(self._write_chain, rows)):
-                return
-        self._seen = changes
+            return False
+        for _ in range(STARTS):
+            if not self._fresh or tier.busy:
+                return False
+            lacking = self._lacking(self._fresh[0])
+            if lacking and not self._write(*lacking[0]):
+                return False
+            if len(lacking) > 1:
+                self._fresh.extendleft(row for _, row, _ in lacking[-2:0:-1])
+            else:
+                self._fresh.popleft()
+        return bool(self._fresh)
 
     def _leaving(self, policy: Policy) -> list[int]:
         """What is next to be evicted, is not written yet and is worth it."""
@@ -148,7 +156,11 @@ class Demotion:
         nothing is left to start."""
         index = self._store.index
         rows = index.linked_rows()
-        return all(self._write_chain(row) for row in rows[index.resident[rows] != 0].tolist())
+        return all(
+            self._write(*chunk)
+            for row in rows[index.resident[rows] != 0].tolist()
+            for chunk in self._lacking(row)
+        )
 
     def forget(self, key: bytes) -> None:
         """The chunk was deleted: what is on its way must not arrive."""
@@ -168,8 +180,9 @@ class Demotion:
     def _on_way(self, key: bytes) -> bool:
         return key in self._writing or key in self._early
 
-    def _write_chain(self, row: int) -> bool:
-        """Starts to write a row and what is above it; False if the tier takes no more now."""
+    def _lacking(self, row: int) -> list[tuple[KnownNamespace, int, bytes]]:
+        """What is to be written so that a row can be matched on the SSD, parents first: the row
+        and what is above it; nothing if all is there or on its way, or if it is no use."""
         index, chain = self._store.index, []
         while row >= 0 and index.state_at[row] == LINKED and index.resident_at[row]:
             known = self._store.namespaces[index.namespace_at[row]]
@@ -178,12 +191,10 @@ class Demotion:
                 row = ROOT
                 break
             if not self._shelf.fits(known):
-                return True
+                return []
             chain.append((known, row, key))
             row = index.parent_at[row]
-        if row != ROOT:  # cut off somewhere above: it can never be matched
-            return True
-        return all(self._write(*chunk) for chunk in reversed(chain))
+        return chain[::-1] if row == ROOT else []  # else it is cut off somewhere above
 
     def _missing(self, known: KnownNamespace, row: int, key: bytes) -> int:
         """Bitmap of the parts that are in memory and not on the SSD."""

@@ -18,6 +18,10 @@ Done = Callable[[Any], None]
 """Gets what the work returned, or the `Exception` that it raised."""
 
 
+RESULTS = 32
+"""That are handed over at once: meanwhile the owner does nothing else."""
+
+
 class Lane(IntEnum):
     """Work of one lane starts in the order in which it was submitted."""
 
@@ -31,6 +35,9 @@ class Lanes(Protocol):
 
     def submit(self, lane: Lane, work: Work, done: Done) -> None:
         """`done` is called later, by the owner of the tier."""
+
+    def later(self, action: Callable[[], None]) -> None:
+        """`action` is called later, by the owner of the tier: what is too much to do at once."""
 
 
 class Threads:
@@ -49,13 +56,19 @@ class Threads:
             self._start(lane)
         self._queues[lane].put((work, done))
 
+    def later(self, action: Callable[[], None]) -> None:
+        self._results.append((lambda _: action(), None))
+        self._wake()
+
     def poll(self) -> int:
-        """Hands results over, in the caller's thread; returns how many."""
-        count = 0
-        while self._results:
+        """Hands some results over, in the caller's thread; returns how many. Wakes again if there
+        are more."""
+        count = min(len(self._results), RESULTS)
+        for _ in range(count):
             done, result = self._results.popleft()
             done(result)
-            count += 1
+        if self._results:
+            self._wake()
         return count
 
     def close(self, seconds: float) -> bool:

@@ -15,6 +15,7 @@ from kvpool.store.ssd.attached import Ssd
 from kvpool.store.ssd.lanes import Threads
 from kvpool.store.ssd.opening import Opened
 from kvpool.store.ssd.starting import attach, look
+from kvpool.store.ssd.tier import QUEUE_BYTES
 from kvpool.transfer.copying import Bytes
 
 log = logging.getLogger("kvpool")
@@ -22,6 +23,8 @@ log = logging.getLogger("kvpool")
 TURN_S = 0.02
 READERS, WRITERS = 8, 2
 """Threads: so many reads and writes are in flight."""
+QUEUE_SHARE = 8
+"""What waits for the device keeps at most this part of the memory (an eighth)."""
 END_S = 5.0
 """How long an end waits for the device."""
 
@@ -57,6 +60,7 @@ class SsdTiers:
         self._admission = admission
         self._health = health
         self._running: list[_Running] = []
+        self._again: asyncio.Handle | None = None
 
     async def start(self, domains: list[Domain]) -> None:
         """Raises `ConfigError` if a folder cannot be used; `close` it then."""
@@ -74,6 +78,7 @@ class SsdTiers:
                 seed=int.from_bytes(os.urandom(8), "little"),
                 write_through=self._write_through,
                 admission=self._admission,
+                queue_bytes=min(QUEUE_BYTES, domain.pool.capacity // QUEUE_SHARE),
                 clock=time.monotonic,
             )
             self._running.append(_Running(domain, ssd, lanes, opened))
@@ -90,7 +95,7 @@ class SsdTiers:
 
     def turn(self) -> None:
         """Every `TURN_S`."""
-        self._poll()
+        self._advance()
         for running in self._running:
             running.ssd.turn()
             name, trouble = f"ssd of domain {running.domain.name}", running.ssd.trouble()
@@ -128,13 +133,21 @@ class SsdTiers:
 
         def wake() -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(self._poll)
+                loop.call_soon_threadsafe(self._advance)
 
         return wake
 
-    def _poll(self) -> None:
+    def _advance(self) -> None:
+        """Takes results and starts what they have made room for; goes on when the loop has served
+        who waits."""
         for running in self._running:
             running.lanes.poll()
+            if running.ssd.demotion.advance() and not self._again:
+                self._again = asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._again = None
+        self._advance()
 
 
 def _memory_of(domain: Domain) -> Callable[[int, int], Bytes]:

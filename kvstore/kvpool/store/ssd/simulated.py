@@ -192,6 +192,9 @@ class SimulatedLanes:
     def submit(self, lane: int, work: Callable[[], object], done: Callable[[object], None]) -> None:
         self.waiting.append((lane, work, done))
 
+    def later(self, action: Callable[[], None]) -> None:
+        self.submit(Lane.READ, lambda: None, lambda _: action())
+
     def step(self) -> bool:
         """Runs one piece, of any lane, that a thread could have begun. False if none is."""
         if not self.waiting:

@@ -21,13 +21,10 @@ from kvpool.store.ssd.opening import Opened, open_folder
 from kvpool.store.ssd.shelf import Shelf, usable
 from kvpool.store.ssd.space import Space
 from kvpool.store.ssd.speed import Speed
-from kvpool.store.ssd.tier import FREE_BYTES_MIN, Tier
+from kvpool.store.ssd.tier import FREE_BYTES_MIN, QUEUE_BYTES, Tier
 from kvpool.store.store import Store
 
 log = logging.getLogger("kvpool")
-
-QUEUE_SHARE = 8
-"""What waits for the device keeps at most this part of the memory (an eighth)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +62,7 @@ def attach(
     seed: int,
     write_through: bool,
     admission: str = DEFAULT_ADMISSION,
+    queue_bytes: int = QUEUE_BYTES,
     clock: Callable[[], float],
 ) -> Ssd:
     """The tier of `found` below `store`, serving what was there.
@@ -83,7 +81,7 @@ def attach(
         space,
         clock=clock,
         speed=Speed(access.bytes_s),
-        queue_bytes=max(1, store.options.region_bytes // QUEUE_SHARE),
+        queue_bytes=queue_bytes,
     )
     shelf = Shelf(tier, max(found.chunks, len(found.listing)), store.options.policy, seed)
     known = _known_spaces(store, shelf, found.spaces)

@@ -34,6 +34,8 @@ QUEUE_BYTES = 256 << 20
 """Waiting for the device; what is over is dropped and counted, not waited for."""
 LOOK_S = 2.0
 """How often the free space is asked for."""
+ANNOUNCED = 8
+"""Chunks that are announced at once: meanwhile the owner does nothing else."""
 FREE_BYTES_MIN = 16 << 20
 """Below this the tier writes nothing: the catalogue must be able to grow."""
 T = TypeVar("T")
@@ -182,6 +184,11 @@ class Tier:
     # ---- writing
 
     @property
+    def busy(self) -> bool:
+        """Enough is being written to keep the device busy."""
+        return 2 * self.writing_bytes > self.queue_bytes
+
+    @property
     def down(self) -> str:
         """Why the device is not used now, in words; empty if it is."""
         return self.condition.down
@@ -321,23 +328,34 @@ class Tier:
             return
         self.counters.commits += 1
         self.space.free(batch.freeing)
-        for draft in batch.puts:
-            if not result:
-                self.counters.refused_writes += 1
+        if result:
+            self._announce(batch.puts)
+        else:
+            self.counters.refused_writes += len(batch.puts)
+            for draft in batch.puts:
                 self._discard(draft)
-            elif draft.cancelled:
-                self._take_back(draft)
-            else:
-                self._announce(draft)
         self._flush()
 
-    def _announce(self, draft: Draft) -> None:
-        self.counters.written_chunks += 1
-        self.counters.written_bytes += draft.nbytes
-        self.counters.device_bytes += sum(
-            self.space.rounded(piece.source.size) for piece in draft.pieces
-        )
-        self._finish(draft, draft.entry)
+    def _announce(self, drafts: list[Draft]) -> None:
+        """Some at once, the rest when the owner has polled again."""
+        for draft in drafts[:ANNOUNCED]:
+            if draft.cancelled:
+                self._take_back(draft)
+                continue
+            self.counters.written_chunks += 1
+            self.counters.written_bytes += draft.nbytes
+            self.counters.device_bytes += sum(
+                self.space.rounded(piece.source.size) for piece in draft.pieces
+            )
+            self._finish(draft, draft.entry)
+        if len(drafts) > ANNOUNCED:
+            ticket = self.condition.started(self.clock())
+            self._lanes.later(partial(self._announce_rest, drafts[ANNOUNCED:], ticket))
+
+    def _announce_rest(self, drafts: list[Draft], ticket: int) -> None:
+        self.condition.ended(ticket)
+        self._announce(drafts)
+        self._flush()  # what was taken back
 
     def _not_committed(self, batch: _Batch, error: Exception) -> None:
         """What was to be stored is given up; deletions are tried again when the tier is up."""
