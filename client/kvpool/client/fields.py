@@ -26,7 +26,8 @@ def outcomes_of(verdict: wire.Verdict, count: int) -> list[Outcome]:
 
     Raises `ProtocolError` for another number of them.
     """
-    outcomes = [Outcome(one) for one in verdict.outcomes]
+    names = {one: Outcome(one) for one in set(verdict.outcomes)}
+    outcomes = [names[one] for one in verdict.outcomes]
     if len(outcomes) == 1:
         return outcomes * count
     if len(outcomes) != count:
