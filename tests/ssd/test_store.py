@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool.proto.outcomes import Outcome, Reason
+from kvpool.store.eviction import make_policy
+from kvpool.store.eviction.base import Learns
 from kvpool.store.ssd.condition import HANG_S
 from kvpool.store.ssd.simulated import Crash
-from tests.ssd.samples import key_of, namespace
+from tests.ssd.samples import SPACE, key_of, namespace
 from tests.ssd.world import World, chain
 
 
@@ -515,6 +517,43 @@ def test_a_restart_serves_what_the_ssd_had_at_once_and_verified() -> None:
     assert again.tier.counters.corrupt_chunks == 0
     again.publish([key_of("more")], parent=chains[2][3])
     again.check()
+
+
+def test_of_two_shapes_the_chunk_that_was_not_used_for_longest_goes() -> None:
+    world = World(room=20, write_through=True)
+    shelf = world.ssd.shelf
+    places = []
+    for name, space in (("a", SPACE), ("b", namespace(16388, model="larger"))):
+        world.switch(space)
+        world.publish([key_of(name)])
+        world.settle()
+        places.append((world.known, shelf.index.find(world.known.id, key_of(name)).rows))
+        world.clock.now += 1
+    shelf.use(*places[0])
+    assert len(shelf.policies) == 2 and shelf.evict(1) == 1
+    assert [
+        shelf.index.find_one(known.id, key_of(n)) >= 0
+        for (known, _), n in zip(places, "ab", strict=True)
+    ] == [True, False]
+    assert shelf.evict(5) == 1, "all there is"
+    shelf.check_integrity()
+
+
+def test_what_was_learned_of_the_ssd_is_kept_apart_from_what_was_learned_of_memory() -> None:
+    policy = make_policy("phz", 10, lambda rows: rows < 0)
+    assert isinstance(policy, Learns)
+    learned = {"ssd/phz/12288": policy.dump()}
+    world = World(policy="phz", write_through=True, learned=learned)
+    world.publish([key_of("a")])
+    world.settle()
+    (above,), (below,) = world.store.policies.values(), world.ssd.shelf.policies.values()
+    assert (above.statistics()["trusted"], below.statistics()["trusted"]) == (0, 1)
+    assert world.store.learned().keys() == learned.keys()
+    again = World(
+        policy="phz", catalogue=world.catalogue, disk=world.disk, learned=world.store.learned()
+    )
+    (below,) = again.ssd.shelf.policies.values()
+    assert below.statistics()["trusted"] == 1
 
 
 def test_what_an_earlier_life_left_goes_from_the_ends_of_its_chains(

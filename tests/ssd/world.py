@@ -9,6 +9,7 @@ import numpy as np
 
 from kvpool.proto.namespace import Namespace
 from kvpool.proto.outcomes import Outcome
+from kvpool.store.learned import Learned
 from kvpool.store.records import Loading
 from kvpool.store.ssd.attached import Ssd
 from kvpool.store.ssd.listing import claim, read_listing
@@ -42,12 +43,13 @@ class World:
         admission: str = "always",
         disk: SimulatedDisk | None = None,
         catalogue: SimulatedCatalogue | None = None,
+        learned: Learned | None = None,
     ) -> None:
         self.seed = seed
         self.clock = Clock()
         memory_bytes = -(-room * 8448 // 4096) * 4096
         options = StoreOptions(memory_bytes, 1000, memory_bytes, policy=policy)
-        self.store = Store(options, clock=self.clock, entropy=Entropy())
+        self.store = Store(options, clock=self.clock, entropy=Entropy(), learned=learned)
         self.store.add_region()
         self.memory = np.zeros(memory_bytes, np.uint8)
         self.known: KnownNamespace = self.store.open_namespace(TENANT, SPACE)[0]
@@ -63,7 +65,7 @@ class World:
         self.tier = Tier(
             self.disk, self.catalogue, self.lanes, space, clock=self.clock, speed=Speed(1e9)
         )
-        shelf = Shelf(self.tier, 1000, policy, seed)
+        shelf = Shelf(self.tier, 1000, policy, seed, self.store.room.lessons)
         if self.catalogue.known:
             shelf.meet(self.known, RECORD.number)
         shelf.load(listing, lambda number: self.known)

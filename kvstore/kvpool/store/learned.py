@@ -13,8 +13,11 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from kvpool.store.eviction.base import Learns, Policy
+from kvpool.store.records import Counters
 
 log = logging.getLogger("kvpool")
 
@@ -22,7 +25,8 @@ FORMAT = 1
 FILE_BYTES_MAX = 64 << 20
 
 Learned = Mapping[str, bytes]
-"""What each policy of one store learned, by the policy's name, shape and owner."""
+"""What each policy of one store learned: by the policy's name, shape and owner in memory, by
+"ssd", name and shape below it."""
 
 
 def encode(domains: Mapping[str, Learned]) -> bytes:
@@ -50,6 +54,30 @@ def decode(content: bytes) -> dict[str, dict[str, bytes]]:
         }
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"no file of ours: {error!r}") from error
+
+
+class Lessons:
+    """What the policies of one store learned, in this life and in earlier ones, by name."""
+
+    def __init__(self, earlier: Learned, counters: Counters) -> None:
+        self._learned = dict(earlier)
+        self._counters = counters
+
+    def teach(self, name: str, policy: Policy) -> None:
+        """Passes on what a policy of this name learned in an earlier life, if one did."""
+        if isinstance(policy, Learns) and name in self._learned:
+            try:
+                policy.load(self._learned[name])
+            except ValueError as error:
+                self._counters.ignored_experience += 1
+                log.warning("policy %s starts anew, its experience is of no use: %s", name, error)
+
+    def learned(self, policies: Iterable[tuple[str, Policy]]) -> Learned:
+        """What these policies know now that can be relied on, and what earlier lives left."""
+        for name, policy in policies:
+            if isinstance(policy, Learns) and policy.statistics()["trusted"]:
+                self._learned[name] = policy.dump()
+        return self._learned
 
 
 class LearnedFile:

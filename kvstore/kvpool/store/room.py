@@ -22,10 +22,10 @@ from kvpool.store import segments
 from kvpool.store.accounts import Account, Accounts
 from kvpool.store.allocator import SlabAllocator, segment_size
 from kvpool.store.eviction import make_policy
-from kvpool.store.eviction.base import Facts, Learns, Policy
+from kvpool.store.eviction.base import Facts, Policy, least_recent
 from kvpool.store.ghosts import Ghosts
 from kvpool.store.index import FREE, NO_ROW, UNLINKED, Index, Rows
-from kvpool.store.learned import Learned
+from kvpool.store.learned import Learned, Lessons
 from kvpool.store.namespaces import KnownNamespace, Namespaces, Shape
 from kvpool.store.records import Counters, StoreOptions
 
@@ -52,7 +52,7 @@ class Room:
         learned: Learned,
     ) -> None:
         self.options = options
-        self._learned = dict(learned)
+        self.lessons = Lessons(learned, counters)
         self._seed = seed
         self.index = Index(options.chunks, seed)
         self.ghosts = Ghosts()
@@ -122,28 +122,16 @@ class Room:
             policy = make_policy(
                 self.options.policy, self.options.chunks, self.evictable, facts, self._seed
             )
-            self._teach(policy, self._name_of(shape, account.owner))
+            self.lessons.teach(self._name_of(shape, account.owner), policy)
             self.policies[shape, account.owner] = policy
         return policy
 
     def _name_of(self, shape: Shape, owner: str) -> str:
         return "/".join((self.options.policy, "+".join(map(str, shape)), owner))
 
-    def _teach(self, policy: Policy, name: str) -> None:
-        """Passes on what another life learned, if it did."""
-        if isinstance(policy, Learns) and name in self._learned:
-            try:
-                policy.load(self._learned[name])
-            except ValueError as error:
-                self.counters.ignored_experience += 1
-                log.warning("policy %s starts anew, its experience is of no use: %s", name, error)
-
-    def learned(self) -> Learned:
-        """What the policies know now that can be relied on, and what earlier lives left."""
-        for (shape, owner), policy in self.policies.items():
-            if isinstance(policy, Learns) and policy.statistics()["trusted"]:
-                self._learned[self._name_of(shape, owner)] = policy.dump()
-        return self._learned
+    def named_policies(self) -> list[tuple[str, Policy]]:
+        """By the names that their experience is kept under."""
+        return [(self._name_of(*key), policy) for key, policy in self.policies.items()]
 
     def _chunks_free(self, shape: Shape, account: Account) -> int:
         """Chunks of a shape that fit before one has to go."""
@@ -400,7 +388,7 @@ class Room:
             evicted = policies[0].evict(n, self._gone)
         else:
             evicted = 0
-            while evicted < n and (policy := self._oldest(policies)) is not None:
+            while evicted < n and (policy := least_recent(policies, self.used_at)) is not None:
                 evicted += policy.evict(1, self._gone)
         self._bury(reason)
         return evicted
@@ -416,15 +404,6 @@ class Room:
             taken[tenant] += int(sizes[spaces == number].sum())
         others = [(self.accounts.of(t), n) for t, n in taken.items() if t != account.tenant]
         return all(n <= other.spare or not other.limits.reserve for other, n in others)
-
-    def _oldest(self, policies: Sequence[Policy]) -> Policy | None:
-        """The policy whose next victim was not used for the longest time."""
-        offers = []
-        for number, policy in enumerate(policies):
-            victims = policy.victims(1)
-            if len(victims):
-                offers.append((float(self.used_at[victims[0]]), number))
-        return policies[min(offers)[1]] if offers else None
 
     def _gone(self, row: int) -> int:
         """A policy lets go of an idle row. Returns the parent if that is idle now."""
@@ -481,7 +460,7 @@ class Room:
         """True if it was this class's turn to take over an older segment, and there was one."""
         if not self._turns.due(slot, self.slabs) or not len(self.slabs.used_segments(slot)):
             return False
-        oldest = self._oldest(self._offers(account, slot))
+        oldest = least_recent(self._offers(account, slot), self.used_at)
         if oldest is None:
             return self._reassign(slot, account)
         return self._reassign(slot, account, float(self.used_at[oldest.victims(1)[0]]))

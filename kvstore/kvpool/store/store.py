@@ -106,7 +106,10 @@ class Store:
 
     def learned(self) -> Learned:
         """What the eviction policies learned, for a later life."""
-        return self.room.learned()
+        policies = self.room.named_policies()
+        if self.ssd is not None:
+            policies += self.ssd.shelf.named_policies()
+        return self.room.lessons.learned(policies)
 
     @property
     def namespaces(self) -> Mapping[int, KnownNamespace]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -152,6 +152,16 @@ def require_unknown(states: NDArray[np.uint8], rows: Rows) -> None:
     found = states.take(rows)
     if np.count_nonzero(found):
         raise ValueError(f"rows that are known already: {rows[found != UNKNOWN]}")
+
+
+def least_recent(policies: Sequence[Policy], used_at: NDArray[np.float64]) -> Policy | None:
+    """The policy whose next victim was not used for the longest time, by row; None: no victims."""
+    offers = []
+    for number, policy in enumerate(policies):
+        victims = policy.victims(1)
+        if len(victims):
+            offers.append((float(used_at[victims[0]]), number))
+    return policies[min(offers)[1]] if offers else None
 
 
 def evict_in_turn(policy: Policy, n: int, gone: Gone) -> int:

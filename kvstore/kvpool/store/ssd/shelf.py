@@ -21,9 +21,10 @@ from kvpool.proto.outcomes import Reason
 from kvpool.store import segments
 from kvpool.store.allocator import SlabAllocator
 from kvpool.store.eviction import make_policy
-from kvpool.store.eviction.base import Facts, Policy
+from kvpool.store.eviction.base import Facts, Policy, least_recent
 from kvpool.store.ghosts import Ghosts
 from kvpool.store.index import NO_ROW, ROOT, UNLINKED, Index, Rows
+from kvpool.store.learned import Lessons
 from kvpool.store.namespaces import KnownNamespace, Shape
 from kvpool.store.reads import Reads, Run
 from kvpool.store.ssd.entries import Entry, Extent, SpaceRecord
@@ -38,7 +39,7 @@ ADMIT_ROWS = 1 << 14
 class Shelf:
     """Index and policies of one tier, kept in step with it."""
 
-    def __init__(self, tier: Tier, chunks: int, policy: str, seed: int) -> None:
+    def __init__(self, tier: Tier, chunks: int, policy: str, seed: int, lessons: Lessons) -> None:
         self.tier = tier
         self.index = Index(chunks, seed)
         self.ghosts = Ghosts()
@@ -51,6 +52,7 @@ class Shelf:
         self.reassigned_segments = 0
         self._turns = segments.Turns()
         self._policy = policy
+        self._lessons = lessons
         self._seed = seed
         self._reads = Reads(self.index, self.ghosts)
         self._sums: list[npt.NDArray[np.uint64]] = []
@@ -102,8 +104,17 @@ class Shelf:
             policy = make_policy(
                 self._policy, self.index.capacity, self.evictable, facts, self._seed
             )
+            self._lessons.teach(self._name_of(shape), policy)
             self.policies[shape] = policy
         return policy
+
+    def _name_of(self, shape: Shape) -> str:
+        """No policy is called "ssd", so the names of the memory's policies are others."""
+        return "/".join(("ssd", self._policy, "+".join(map(str, shape))))
+
+    def named_policies(self) -> list[tuple[str, Policy]]:
+        """By the names that their experience is kept under."""
+        return [(self._name_of(shape), policy) for shape, policy in self.policies.items()]
 
     def catch_up(self) -> None:
         """See `Policy.catch_up`."""
@@ -245,10 +256,13 @@ class Shelf:
 
     def evict(self, count: int, slot: int | None = None) -> int:
         """Up to `count` chunks (with a part of class `slot`) go, leaves first; returns how many."""
+        policies = self._policies_with(slot)
         evicted = 0
-        for shape, policy in self.policies.items():
-            if slot is None or slot in shape:
-                evicted += policy.evict(count - evicted, self._gone)
+        if len(policies) == 1:
+            evicted = policies[0].evict(count, self._gone)
+        else:
+            while evicted < count and (policy := least_recent(policies, self.used_at)) is not None:
+                evicted += policy.evict(1, self._gone)
         for row in self.index.unlink_cut().tolist():
             key = self.index.key_bytes(row)
             self.ghosts.add(self.index.namespace_at[row], key, Reason.EVICTED)
@@ -270,9 +284,14 @@ class Shelf:
         """True if it was this class's turn to take over an older segment, and there was one."""
         if not self._turns.due(slot, self.slabs):
             return False
-        victims = [p.victims(1) for shape, p in self.policies.items() if slot in shape]
-        oldest = [float(self.used_at[rows[0]]) for rows in victims if len(rows)]
-        return self._empty_segment(slot, min(oldest, default=math.inf))
+        oldest = least_recent(self._policies_with(slot), self.used_at)
+        if oldest is None:
+            return self._empty_segment(slot)
+        return self._empty_segment(slot, float(self.used_at[oldest.victims(1)[0]]))
+
+    def _policies_with(self, slot: int | None) -> list[Policy]:
+        """Of shapes with a part of class `slot` (None: all)."""
+        return [one for shape, one in self.policies.items() if slot is None or slot in shape]
 
     def _empty_segment(self, slot: int, before: float = math.inf) -> bool:
         """The least recently used segment of another class goes, if last used `before`: see

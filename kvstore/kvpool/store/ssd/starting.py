@@ -83,7 +83,8 @@ def attach(
         speed=Speed(access.bytes_s),
         queue_bytes=queue_bytes,
     )
-    shelf = Shelf(tier, max(found.chunks, len(found.listing)), store.options.policy, seed)
+    rows, lessons = max(found.chunks, len(found.listing)), store.room.lessons
+    shelf = Shelf(tier, rows, policy, seed, lessons)
     known = _known_spaces(store, shelf, found.spaces)
     _load(shelf, found, known)
     store.skip_generations(shelf.newest_generation())
