@@ -121,7 +121,7 @@ def _columns(records: list[npt.NDArray[np.void]], damaged: list[bytes]) -> Listi
         while len(extents) <= stored[-1]:
             extents.append(np.zeros((len(keys), 4), np.uint64))
         for at, part in enumerate(stored):
-            extents[part][chosen] = fields[chosen, at]
+            np.copyto(extents[part], fields[:, at], where=chosen[:, None])
     return Listing(
         keys.view(np.uint8),
         parents.view(np.uint8),
