@@ -345,6 +345,32 @@ def test_lru_is_exactly_the_brute_force_leaf_only_lru() -> None:
     )
 
 
+def test_lru_goes_up_a_chain_that_was_blocked_when_it_last_looked() -> None:
+    """A daemon with an SSD evicted the wrong chunks: those above a chunk that had been written
+    while the next victims were asked for were off the log, and newer ones went before them."""
+    parents = {1: 0, 2: 1, 3: 2, 5: 4, 6: 5, 7: 6}
+    held, stored = {3}, set(range(8))
+
+    def may_go(row: int) -> bool:
+        return row not in held and not any(parents.get(below) == row for below in stored)
+
+    def gone(row: int) -> int:
+        stored.remove(row)
+        parent = parents.get(row, -1)
+        return parent if parent >= 0 and may_go(parent) else -1
+
+    policy = LruPolicy(8, lambda rows: np.array([may_go(row) for row in rows.tolist()], np.bool_))
+    for chain in (range(4), range(4, 8)):
+        policy.admit(np.array(chain, np.int32))
+    assert policy.victims(1).tolist() == [7]
+    held.clear()
+    policy.unblock(np.array([3], np.int32))
+    assert policy.evict(3, gone) == 3 and stored == {0, 4, 5, 6, 7}
+    assert policy.evict(2, gone) == 2 and stored == {4, 5, 6}
+    assert policy.evict(8, gone) == 3 and not stored
+    policy.check_integrity()
+
+
 @given(st.data(), st.integers(1, 40), st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
 def test_on_whole_requests_leaf_only_lru_is_plain_lru_touched_tail_first(

@@ -15,7 +15,9 @@ below two entries per row without a pause.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from heapq import heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,39 +72,71 @@ class _Block:
 class _Walk:
     """Evicts along the log: `over` entries in their order, each once."""
 
-    __slots__ = ("_gone", "_stamp_at", "evicted", "freed", "missing", "passed")
+    __slots__ = (
+        "_gone",
+        "_stamp_at",
+        "_state_at",
+        "dropped",
+        "evicted",
+        "freed",
+        "missing",
+        "passed",
+    )
 
-    def __init__(self, n: int, gone: Gone, stamp_at: memoryview[int]) -> None:
+    def __init__(
+        self, n: int, gone: Gone, stamp_at: memoryview[int], state_at: memoryview[int]
+    ) -> None:
         self.missing = n
         self.evicted: list[int] = []
         self.passed: list[int] = []
         """Blocked when the walk came by; some were freed and evicted afterwards."""
         self.freed: set[int] = set()
-        """Parents that may go now and did not."""
+        """Parents that may go now and did not: the log has them."""
+        self.dropped: list[tuple[int, int]] = []
+        """The same (stamp and row, a heap), which the log has no longer."""
         self._gone = gone
         self._stamp_at = stamp_at
+        self._state_at = state_at
 
     def over(self, rows: list[int], stamps: list[int], good: list[bool]) -> int:
         """Evicts those that are good or were freed; returns the last stamp that was looked at."""
-        gone, stamp_at, freed, evicted = self._gone, self._stamp_at, self.freed, self.evicted
-        stamp, end = 0, len(evicted) + self.missing
+        freed, dropped = self.freed, self.dropped
+        last = stamps[0] - 1 if stamps else 0
         for row, stamp, may_go in zip(rows, stamps, good, strict=True):
+            if dropped and dropped[0][0] < stamp and not self.catch_up(stamp):
+                break
+            last = stamp
             if row in freed:
                 freed.remove(row)
             elif not may_go:
                 self.passed.append(row)
                 continue
-            evicted.append(row)
-            parent = gone(row)
-            while parent >= 0 and stamp_at[parent] < stamp and len(evicted) < end:
-                evicted.append(parent)
-                parent = gone(parent)
-            if parent >= 0:
-                freed.add(parent)
-            if len(evicted) == end:
+            self._evict(row, stamp)
+            if not self.missing:
                 break
-        self.missing = end - len(evicted)
-        return stamp
+        return last
+
+    def catch_up(self, stamp: float) -> bool:
+        """Evicts what was dropped from the log and is older than `stamp`; False at the end."""
+        while self.dropped and self.dropped[0][0] < stamp and self.missing:
+            older, row = heappop(self.dropped)
+            self._evict(row, older)
+        return self.missing > 0
+
+    def _evict(self, row: int, stamp: int) -> None:
+        """With the parents that it frees, as long as they are older."""
+        self.evicted.append(row)
+        self.missing -= 1
+        parent = self._gone(row)
+        while parent >= 0 and self._stamp_at[parent] < stamp and self.missing:
+            self.evicted.append(parent)
+            self.missing -= 1
+            parent = self._gone(parent)
+        if parent >= 0:
+            if self._state_at[parent] == _DROPPED:
+                heappush(self.dropped, (self._stamp_at[parent], parent))
+            else:
+                self.freed.add(parent)
 
 
 class LruPolicy:
@@ -177,7 +211,7 @@ class LruPolicy:
 
     def evict(self, n: int, gone: Gone) -> int:
         """One walk, that takes what it passes off the log: a parent that is freed is ahead of it,
-        or so old that it goes at once."""
+        or so old that it goes at once, or an earlier walk has dropped it and it waits aside."""
         self._flush()
         self._rejoin()
         if n == 1 and len(head := self._evictable_head()):
@@ -186,7 +220,7 @@ class LruPolicy:
             if parent >= 0:
                 self.unblock(np.array([parent], np.int32))
             return 1
-        walk = _Walk(n, gone, self._stamp_at)
+        walk = _Walk(n, gone, self._stamp_at, self._state_at)
         index, position, window = 0, self._log[0].start, n + _WINDOW_ROWS
         while walk.missing > 0:
             block = self._log[index]
@@ -208,12 +242,14 @@ class LruPolicy:
             else:
                 position += int(block.stamps[position:stop].searchsorted(last, "right"))
             window *= 2
+        walk.catch_up(math.inf)
         self._drop_before(index, position)
         if walk.passed:
             self._state[walk.passed] = _DROPPED
         self._leave(np.array(walk.evicted, np.int32))
-        if walk.freed:
-            self.unblock(np.array(list(walk.freed), np.int32))
+        freed = [*walk.freed, *(row for _, row in walk.dropped)]
+        if freed:
+            self.unblock(np.array(freed, np.int32))
         return len(walk.evicted)
 
     def _leave(self, rows: Rows) -> None:
