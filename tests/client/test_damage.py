@@ -15,6 +15,7 @@ from kvpool.proto.errors import ProtocolError
 from kvpool.transfer.copying import Bytes
 from tests.client.samples import CHUNK, LAYERS, kv, namespace, prompt
 from tests.client.stores import Place, extent
+from tests.store.daemons import eventually
 
 CHUNKS = 5
 
@@ -192,13 +193,19 @@ def stored_in(place: Place) -> Session:
     return session
 
 
+def expired_leases(status: dict[str, Any]) -> int:
+    return sum(domain["counters"]["expired_leases"] for domain in status["domains"].values())
+
+
 @pytest.mark.usefixtures("slow_copies")
 def test_what_was_copied_before_the_lease_ended_stays_a_hit(mapped: Place) -> None:
-    session = stored_in(mapped)
-    out = np.zeros_like(kv(CHUNKS))
+    session, status = stored_in(mapped), mapped.connect().status
+    out, before = np.zeros_like(kv(CHUNKS)), expired_leases(status())
     with session.match(prompt(CHUNKS), lease_s=0.1) as match:
         pulled = session.pull(match, out)
         again = session.pull(match, out)
+        # The store counts from when it was asked, which is later than our asking.
+        eventually(lambda: expired_leases(status()) > before, "the store's time is over, too")
         assert session.renew(match) == Outcome.EXPIRED
         assert session.borrow(match).outcomes.tolist() == [Outcome.EXPIRED] * CHUNKS
     hits = pulled.chunks
