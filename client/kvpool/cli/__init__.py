@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 
 import click
 
@@ -47,6 +47,8 @@ class LazyGroup(click.Group):
 
 def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
+        from importlib import metadata  # takes longer to import than the rest of this
+
         click.echo(f"kvpool {metadata.version('kvpool')}")
         ctx.exit()
 

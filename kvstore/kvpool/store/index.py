@@ -364,10 +364,9 @@ class Index:
         begins[above[starts]] = starts
         self.children[above[starts]] = np.diff(starts, append=len(above))
         self._first_child[above[starts]] = below[starts] + 1
-        previous, following = np.zeros_like(below), np.zeros_like(below)
-        previous[1:], following[:-1] = below[:-1] + 1, below[1:] + 1
-        previous[starts] = following[starts[1:] - 1] = following[-1:] = 0
-        self._previous[below], self._next[below] = previous, following
+        later = np.delete(np.arange(len(below)), starts)  # few: mostly a chunk has one below it
+        self._previous[below[later]] = below[later - 1] + 1
+        self._next[below[later - 1]] = below[later] + 1
         return begins, below
 
     def _load_order(self, heads: Rows, begins: Rows, below: Rows) -> Rows:
