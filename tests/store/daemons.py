@@ -25,7 +25,7 @@ from kvpool.proto.namespace import Namespace
 from kvpool.store.caller import Caller, hello
 from kvpool.transfer.copying import Bytes
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class RunningDaemon:
