@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 from numpy.typing import NDArray
 
-from kvpool.store.eviction import make_policy, policy_names
+from kvpool.store.eviction import make_policy, phz, policy_names
 from kvpool.store.eviction.base import Facts, Hint, Rows, TakesHints
 from kvpool.store.index import LINKED, NO_ROW, ORPHAN, ORPHANED, ROOT, Index
 
@@ -196,6 +196,19 @@ def test_every_policy_keeps_the_residents_in_order(name: str) -> None:
     machine = type("NamedResidence", (Residence,), {"policy_name": name})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=40, stateful_step_count=40, deadline=None)
+    )
+
+
+@pytest.mark.parametrize("few_leaves", [0, 1024])
+def test_phz_does_so_while_uses_wait_to_be_taken_in(
+    monkeypatch: pytest.MonkeyPatch, few_leaves: int
+) -> None:
+    """As in a store of many thousand chunks; 0: and leaves are too many to look at all of them."""
+    monkeypatch.setattr(phz, "_PENDING_SHARE", 0)
+    monkeypatch.setattr(phz, "_FEW_LEAVES", few_leaves)
+    machine = type("NamedResidence", (Residence,), {"policy_name": "phz"})
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None)
     )
 
 

@@ -572,3 +572,22 @@ def test_figures_tell_each_byte_by_what_holds_it() -> None:
         "writing": 2 * CHUNK,
         "quarantined": 0,
     }
+
+
+def test_a_chunk_that_cannot_be_stored_as_a_whole_evicts_nothing_for_its_first_part() -> None:
+    """The small part could have room, the large one not: each segment holds a lease."""
+    world = World()
+    session = world.session()
+    small = world.open(part("a", 4096), model="small")
+    large = world.open(part("b", 8192), model="large")
+    both = world.open(part("a", 4096), part("b", 8192), model="both")
+    for first in range(0, 8, 4):
+        world.publish(session, small, chain(f"small {first}", 4))
+        world.store.match(session, small.id, chain(f"small {first}", 1)[0])
+    for number in range(4):
+        world.publish(session, large, chain(f"large {number}", 1))
+        world.store.match(session, large.id, chain(f"large {number}", 1)[0])
+    reservation = world.store.reserve(session, both.id, b"", b"".join(chain("both", 2)))
+    assert (reservation.outcomes == Outcome.BUSY).all()
+    assert world.store.counters.evicted_chunks == 0
+    world.store.check_integrity()

@@ -95,7 +95,7 @@ class Simulation:
         if self._offline:
             self._next_use[blocks] = self._prepared.next_uses[number]
         rows = known = self._leading(blocks)
-        index.leases[known] = 1
+        index.leases.put(known, 1)
         if len(known) < len(blocks):
             added = self._store(self._wanted(blocks[len(known) :]), known)
             policy.admit(added)
@@ -103,7 +103,7 @@ class Simulation:
         policy.touch(known)
         if hint is not None and isinstance(policy, TakesHints):
             policy.hint(rows, hint)
-        index.leases[known] = 0
+        index.leases.put(known, 0)
         policy.unblock(rows[-1:])  # below each of the others is the next one
         self._count(len(blocks), len(known), len(rows))
         if self._offline:

@@ -159,7 +159,7 @@ class Index:
                 parent = self.insert(namespace, keys[at : at + 32], parent)
                 few.append(parent)
             return np.array(few, np.int32)
-        rows = np.array([self._take_row() for _ in range(count)], np.int32)
+        rows = self._take_rows(count)
         above, below = rows[:-1], rows[1:]
         lines = np.zeros((count, 8), np.uint64)
         lines[:, :4] = words = np.frombuffer(keys, np.uint64).reshape(count, 4)
@@ -388,6 +388,19 @@ class Index:
         self._free = self._next_at[row]
         self._free_rows -= 1
         return row
+
+    def _take_rows(self, count: int) -> Rows:
+        """As many `_take_row`."""
+        rows: list[int] = []
+        free, next_at = self._free, self._next_at
+        while free and len(rows) < count:
+            rows.append(free - 1)
+            free = next_at[free - 1]
+        self._free = free
+        self._free_rows -= len(rows)
+        fresh = self._fresh
+        self._fresh += count - len(rows)
+        return np.array([*rows, *range(fresh, self._fresh)], np.int32)
 
     def _attach(self, row: int, parent: int) -> None:
         head = self._first_child_at[parent]

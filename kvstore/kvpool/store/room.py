@@ -157,6 +157,25 @@ class Room:
         account.used += nbytes * len(addresses)
         return addresses
 
+    def could_hold(self, account: Account, sizes: Sequence[int]) -> bool:
+        """Whether each of these extents, of one chunk, has a place or something may go for it.
+
+        Evicts nothing. O(rows) where only a segment of another class could make room.
+        """
+        quota = account.limits.quota
+        if quota and account.left < sum(sizes) and not _any_victims(self._own(account)):
+            return False
+        for slot, count in Counter(map(self.slabs.slot_bytes, sizes)).items():
+            if self.slabs.free_slots(slot) < count and not (
+                _any_victims(self._offers(account, slot)) or self._to_empty(slot, account)
+            ):
+                return False
+        return True
+
+    def _own(self, account: Account) -> list[Policy]:
+        """The policies that order chunks of this account's owner."""
+        return [policy for (_, owner), policy in self.policies.items() if owner == account.owner]
+
     def _within_quota(self, known: KnownNamespace, nbytes: int, count: int) -> int:
         """How many of `count` extents the tenant may have, once its own chunks have made room.
 
@@ -168,10 +187,9 @@ class Room:
         count = min(count, quota // nbytes)
         while (excess := int(count * nbytes - account.left)) > 0:
             chunks = max(1, excess // known.chunk_bytes)
-            mine = [p for (_, owner), p in self.policies.items() if owner == account.owner]
             if not (
                 self._evict_from([known.policy], chunks, "quota")
-                or self._evict_from(mine, 1, "quota")
+                or self._evict_from(self._own(account), 1, "quota")
             ):
                 return int(max(0, account.left) // nbytes)
         return count
@@ -470,12 +488,16 @@ class Room:
 
         The declared exception to "one publish evicts one victim". O(rows), and rare.
         """
-        doomed = segments.to_empty(self, slot, before, lambda rows: self.may_take(rows, account))
+        doomed = self._to_empty(slot, account, before)
         if not doomed:
             return False
         self._evict_all(doomed)
         self.counters.reassigned_segments += 1
         return True
+
+    def _to_empty(self, slot: int, account: Account, before: float = math.inf) -> list[int]:
+        """The rows that `_reassign` would evict."""
+        return segments.to_empty(self, slot, before, lambda rows: self.may_take(rows, account))
 
     def _evict_all(self, rows: Sequence[int]) -> None:
         """Evicts rows without leases or pins, and with all that is below them."""
@@ -492,3 +514,7 @@ class Room:
             else:
                 self.settle(above)
         self._bury("segment")
+
+
+def _any_victims(policies: Iterable[Policy]) -> bool:
+    return any(len(policy.victims(1)) for policy in policies)

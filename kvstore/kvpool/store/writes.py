@@ -117,7 +117,11 @@ class Writes:
         enough &= known.account.left >= known.chunk_bytes * len(wanted)
         found = self._find_room_at_once(known, wanted, indices) if enough else []
         while len(found) < len(wanted):
-            one = self._find_room_at_once(known, wanted[len(found)][None], indices)
+            chunk = wanted[len(found)]
+            sizes = [known.extent_bytes[part] for part in np.array(indices)[chunk].tolist()]
+            if not self._room.could_hold(known.account, sizes):
+                break
+            one = self._find_room_at_once(known, chunk[None], indices)
             if not one:
                 break
             found += one

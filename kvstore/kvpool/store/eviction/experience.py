@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvpool.store.eviction.base import Facts, Rows
 from kvpool.store.eviction.demoted import Entry
-from kvpool.store.eviction.ghosts import Classes, Ghosts, Stamps, Tags
+from kvpool.store.eviction.ghosts import CLASS_BITS, Classes, Ghosts, Stamps, Tags
 from kvpool.store.eviction.guard import Guard
 from kvpool.store.eviction.hazards import BUCKETS, KINDS, LIMITS, Hazards, buckets_of
 from kvpool.store.eviction.shadow import LruShadow
@@ -40,6 +40,8 @@ _STRIDE_WEIGHT = 0.1
 _CLASS = np.arange(256)
 _TOUCHED = (_CLASS % KINDS + (_CLASS % 3 < 2)).astype(np.uint8)
 """The class after a use: one more touch, no hint."""
+_TOUCHED_BEFORE = np.stack([_CLASS, _TOUCHED, _TOUCHED[_TOUCHED]]).astype(np.uint8)
+"""The class after none, one, and two or more uses."""
 _LIMITS: list[float] = LIMITS[1:-1].tolist()
 
 
@@ -77,6 +79,7 @@ class Experience:
         self._index_at = memoryview(self.hazards.index.reshape(-1))
         self._next_rank = _RANK_REFERENCES_MIN
         self._stride = 0.0  # references per request: no row is used again sooner than that
+        self._requests = 0  # since the last review
         self._lessons: dict[bool, list[tuple[Classes, Stamps]]] = {True: [], False: []}
         self._lesson_rows = 0
         self._shadow = LruShadow(self._capacity)
@@ -86,54 +89,85 @@ class Experience:
 
     # ---- what happens to rows
 
-    def admit(self, requests: Sequence[Rows]) -> None:
-        """New rows of each request get a class, from what is remembered of them if they were here
-        before. Many requests cost little more than one."""
-        newest_first = requests[::-1]
-        rows = np.concatenate(newest_first)
-        fresh = np.array([len(one) for one in newest_first])
-        request = np.repeat(np.arange(len(fresh)), fresh)
+    def use(self, calls: Sequence[tuple[bool, Rows]]) -> None:
+        """Rows were used, call by call; True: these became known by it."""
+        lengths = [len(rows) for _, rows in calls]
+        fresh = np.array([new for new, _ in calls])
+        rows = np.concatenate([rows[::-1] for _, rows in calls])  # the deepest is the oldest
+        stamps = np.arange(self._clock + 1, self._clock + 1 + len(rows))
+        call = np.repeat(np.arange(len(calls)), lengths)
+        ends = np.cumsum(lengths)[call] + self._clock
+        self._clock += len(rows)
+        admits = int(np.count_nonzero(fresh))
+        self._requests += max(admits, len(calls) - admits)
+        if admits == len(calls):
+            self._admit(rows, stamps, ends, call)
+        elif admits:
+            new = fresh[call]
+            self._admit(rows[new], stamps[new], ends[new], call[new])
+            old = ~new
+            self._touch(rows[old], stamps[old], ends[old])
+        else:
+            self._touch(rows, stamps, ends)
+
+    def _admit(self, rows: Rows, stamps: Stamps, ends: Stamps, call: NDArray[np.int64]) -> None:
+        """New rows get a class, from what is remembered of them if they were here before.
+
+        `ends`: for each, the last stamp of its call.
+        """
         self._known += len(rows)
-        classes = np.zeros(len(rows), np.uint8)
+        self._rows_end = max(self._rows_end, int(rows.max()) + 1)
+        self.stamps.put(rows, stamps)
+        size = np.bincount(call)
+        touches = np.zeros(len(rows), np.uint8)
         if self._tags is not None:
-            self._tag[rows] = tags = self._tags(rows)
+            tags = self._tags(rows)
+            self._tag.put(rows, tags)
             back, ghosts = self.ghosts.take(tags)
             if len(back):
-                np.subtract.at(fresh, request[back], 1)
-                classes[back] = _TOUCHED[ghosts.classes] % 3
-                self._meet(ghosts.classes, ghosts.stamps, len(rows))
-        breadths = _BREADTHS.searchsorted(fresh).astype(np.uint8)
-        self._classes[rows] = classes + 3 * breadths[request]
-        self._rows_end = max(self._rows_end, int(rows.max()) + 1)
-        self._stamp(rows)
+                size -= np.bincount(call[back], minlength=len(size))
+                touches[back] = _TOUCHED[ghosts.classes] % 3
+                self._meet(ghosts.classes, ghosts.stamps, ends[back])
+        self._classes.put(rows, touches + 3 * _BREADTHS.searchsorted(size)[call])
 
-    def use(self, rows: Rows) -> None:
-        """Known rows get new stamps, the deepest the oldest, and teach by their ages."""
-        classes = self._classes[rows]
-        self._meet(classes, self.stamps[rows], len(rows))
-        self._classes[rows] = _TOUCHED[classes]
+    def _touch(self, rows: Rows, stamps: Stamps, ends: Stamps) -> None:
+        """Known rows get new stamps, and teach by their ages."""
+        classes, before = self._classes.take(rows), self.stamps.take(rows)
+        self.stamps.put(rows, stamps)
+        if np.count_nonzero(self.stamps.take(rows) != stamps):  # some were used several times
+            order = rows.argsort(kind="stable")
+            again = np.diff(rows[order], prepend=-1) == 0
+            before[order[again]] = stamps[order[np.flatnonzero(again) - 1]]
+            number = np.arange(len(rows))
+            nth = number - np.maximum.accumulate(np.where(again, 0, number))
+            classes[order] = _TOUCHED_BEFORE[np.minimum(nth, 2), classes[order]]
+        self._classes.put(rows, _TOUCHED[classes])
+        self._meet(classes, before, ends)
         self._own_hits += len(rows)
-        self._stamp(rows)
 
     def hint(self, rows: Rows, level: int) -> None:
         """Until their next use, known rows belong to this hint's classes."""
         self._classes[rows] = self._classes[rows] % KINDS + KINDS * level
 
-    def leave(self, row: int) -> None:
-        """A known row became a ghost."""
-        self._known -= 1
+    def leave(self, rows: list[int]) -> None:
+        """Known rows became ghosts."""
+        self._known -= len(rows)
+        stamps_at = self.stamps_at
         if self._tags is not None:
-            entry = self._tag_at[row], self.stamps_at[row], self._classes_at[row]
-            if self.ghosts.add(*entry):
+            tag_at, classes_at = self._tag_at, self._classes_at
+            ghosts = {tag_at[row]: stamps_at[row] << CLASS_BITS | classes_at[row] for row in rows}
+            if self.ghosts.add(ghosts):
                 self._bury()
-        self.stamps_at[row] = 0
+        for row in rows:
+            stamps_at[row] = 0
 
     def review(self) -> bool:
         """After some requests; True if entries made before are worthless now."""
         if self._room is not None:
             self._capacity = self._shadow.capacity = self.guard.capacity = self._fitting(0)
         used = self._clock - self._shadow.newest
-        self._stride += _STRIDE_WEIGHT * (used - self._stride)
+        self._stride += _STRIDE_WEIGHT * (used / max(1, self._requests) - self._stride)
+        self._requests = 0
         met = np.concatenate(self._met) if self._met else np.empty(0, np.int64)
         self._met = []
         changed = self.guard.account(used, self._own_hits, self._shadow.use(used, met), len(met))
@@ -189,15 +223,10 @@ class Experience:
         """Rows that may be known at once. What others hold of the store changes it."""
         return max(1, self._known + self._room()) if self._room is not None else otherwise
 
-    def _stamp(self, rows: Rows) -> None:
-        count = len(rows)
-        self.stamps[rows] = np.arange(self._clock + count, self._clock, -1)
-        self._clock += count
-
-    def _meet(self, classes: Classes, stamps: Stamps, used: int) -> None:
-        """Entries are used again, among `used` rows."""
+    def _meet(self, classes: Classes, stamps: Stamps, ends: Stamps) -> None:
+        """Entries are used again, by requests that end with these stamps."""
         self._met.append(stamps)
-        self._learn(classes, self._clock + used - stamps, hit=True)
+        self._learn(classes, ends - stamps, hit=True)
 
     def _bury(self) -> None:
         lost = self.ghosts.bury()

@@ -12,6 +12,7 @@ each; this costs a wrong guess, never a wrong hit.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +21,10 @@ from numpy.typing import NDArray
 from kvpool.store.eviction.sparse import sparse_zeros
 
 _WAYS = 4
-_CLASS_BITS = 8
-_BURIED_TOGETHER = 64
+CLASS_BITS = 8
+_WAY = np.arange(_WAYS)
+_HALF = np.uint64(32)
+_BURIED_TOGETHER = 128
 _RUN_LINES = 8
 
 Tags = NDArray[np.uint64]
@@ -49,7 +52,7 @@ class Ghosts:
         self._mask = np.uint64((1 << bits) - 1)
         self._lines: Tags = sparse_zeros(2 * self.capacity, np.uint64).reshape(-1, 2 * _WAYS)
         self._words = self._lines.reshape(-1)
-        self._graves: dict[int, tuple[int, int]] = {}  # the newest, not in the table yet
+        self._graves: dict[int, int] = {}  # the newest, not in the table yet
         self._buried = 0  # entries in the table
 
     def take(self, tags: Tags) -> tuple[NDArray[np.int64], Ghost]:
@@ -57,18 +60,19 @@ class Ghosts:
         found, ghost = self._take_buried(tags)
         if not self._graves:  # a million rows are admitted at once when a daemon starts
             return found, ghost
-        new = [i for i, tag in enumerate(tags.tolist()) if tag in self._graves]
-        if not new:
+        asked = tags.tolist()
+        if self._graves.keys().isdisjoint(asked):
             return found, ghost
-        stamps, classes = zip(*map(self._graves.pop, tags[new].tolist()), strict=True)
+        new = [i for i, tag in enumerate(asked) if tag in self._graves]
+        dug_up = _ghost(np.array([self._graves.pop(asked[i]) for i in new], np.uint64))
         return np.append(found, new), Ghost(
-            np.append(ghost.stamps, np.array(stamps, np.int64)),
-            np.append(ghost.classes, np.array(classes, np.uint8)),
+            np.append(ghost.stamps, dug_up.stamps), np.append(ghost.classes, dug_up.classes)
         )
 
-    def add(self, tag: int, stamp: int, class_: int) -> bool:
-        """Remembers a tag that is not here; True if it is time to `bury`."""
-        self._graves[tag] = (stamp, class_)
+    def add(self, ghosts: Mapping[int, int]) -> bool:
+        """Remembers (stamp << CLASS_BITS | class) by tags that are not here; True if it is time to
+        `bury`."""
+        self._graves.update(ghosts)
         return len(self._graves) >= _BURIED_TOGETHER
 
     def bury(self) -> Ghost:
@@ -76,22 +80,21 @@ class Ghosts:
         if not self._graves:
             return _ghost(_NOTHING)
         tags = np.array(list(self._graves), np.uint64)
-        packed = [stamp << _CLASS_BITS | class_ for stamp, class_ in self._graves.values()]
-        entries = np.array(packed, np.uint64)
+        entries = np.array(list(self._graves.values()), np.uint64)
+        count = len(tags)
         self._graves.clear()
         lost = [_NOTHING]
         while len(tags):
             places = self._oldest(tags)
-            # Of several tags that want one place, the first gets it; the others look again.
-            order = np.argsort(places, kind="stable")
-            first = order[np.diff(places[order], prepend=-1) != 0]
-            chosen = places[first]
+            self._words[places - _WAYS] = tags
+            # Of several tags that want one place, the last gets it; the others look again.
+            last = self._words[places - _WAYS] == tags
+            chosen = places[last]
             lost.append(self._words[chosen])
-            self._words[chosen - _WAYS] = tags[first]
-            self._words[chosen] = entries[first]
-            tags, entries = np.delete(tags, first), np.delete(entries, first)
+            self._words[chosen] = entries[last]
+            tags, entries = tags[~last], entries[~last]
         before = np.concatenate(lost)
-        self._buried += len(packed) - int(np.count_nonzero(before))
+        self._buried += count - int(np.count_nonzero(before))
         return _ghost(before[before != 0])
 
     def sample(self, random: np.random.Generator, runs: int) -> tuple[Ghost, float]:
@@ -121,32 +124,36 @@ class Ghosts:
         if not self._buried:
             return np.empty(0, np.int64), _ghost(_NOTHING)
         places = self._places(tags)
-        found, ways = (self._words[places] == tags[:, None]).nonzero()
+        alike = (self._words.take(places) == tags[:, None]).ravel().nonzero()[0]
+        if not len(alike):
+            return alike, _ghost(_NOTHING)
+        found = alike // (2 * _WAYS)
         once = np.diff(found, prepend=-1) != 0  # a tag's two lines may be one
-        found, ways = found[once], ways[once]
-        here = places[found, ways]
+        found, here = found[once], places.ravel()[alike[once]]
         entries = self._words[here + _WAYS]
-        if len(found):
-            self._buried -= len(found)
-            self._words[here] = 0
-            self._words[here + _WAYS] = 0
+        self._buried -= len(found)
+        self._words[here] = 0
+        self._words[here + _WAYS] = 0
         return found, _ghost(entries)
 
     def _oldest(self, tags: Tags) -> NDArray[np.int64]:
         """For each tag, where the oldest of its eight entries is: an empty one, if there is one."""
         places = self._places(tags) + _WAYS
-        oldest = self._words[places].argmin(axis=1)
+        oldest = self._words.take(places).argmin(axis=1)
         out: NDArray[np.int64] = places[np.arange(len(tags)), oldest]
         return out
 
     def _places(self, tags: Tags) -> NDArray[np.int64]:
         """Where each tag may be, shape (n, 8)."""
-        lines = np.stack([tags & self._mask, (tags >> np.uint64(32)) & self._mask], axis=1)
-        places = lines.view(np.int64)[:, :, None] * (2 * _WAYS) + np.arange(_WAYS)
+        lines = np.empty((len(tags), 2, 1), np.uint64)
+        lines[:, 0, 0] = tags
+        lines[:, 1, 0] = tags >> _HALF
+        lines &= self._mask
+        places = lines.view(np.int64) * (2 * _WAYS) + _WAY
         out: NDArray[np.int64] = places.reshape(-1, 2 * _WAYS)
         return out
 
 
 def _ghost(entries: NDArray[np.uint64]) -> Ghost:
-    """Unpacks (stamp << 8 | class)."""
-    return Ghost((entries >> np.uint64(_CLASS_BITS)).view(np.int64), entries.astype(np.uint8))
+    """Unpacks (stamp << CLASS_BITS | class)."""
+    return Ghost((entries >> np.uint64(CLASS_BITS)).view(np.int64), entries.astype(np.uint8))

@@ -174,6 +174,8 @@ class LruPolicy:
         self.touch(rows)
 
     def touch(self, rows: Rows) -> None:
+        if not len(rows):
+            return
         self._pending.append(rows)
         self._pending_rows += len(rows)
         if self._pending_rows >= self._block_rows:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from heapq import heappop, heappush
-from itertools import compress, islice
+from itertools import compress, groupby, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,14 +34,19 @@ from kvpool.store.eviction.experience import Experience
 from kvpool.store.eviction.members import Members
 from kvpool.store.eviction.sparse import sparse_zeros
 
-SAMPLE_ROWS = 1024
+_FEW_LEAVES = 1024
+"""So many leaves are all looked at; of more, a sample."""
+SAMPLE_ROWS = 4096
 QUEUE_SHARE = 64
 """Of this many sampled leaves, one becomes a victim: as good as the least of 64."""
 _QUEUE_MIN = 16
-_FRESH_ROWS = 4096
-_PENDING_ROWS = 4096
-_PENDING_CALLS = 64
-"""Uses and new rows that may wait for being looked at: bounds of the pause."""
+_RUN_ROWS = 8
+_RUN = np.arange(_RUN_ROWS)
+_FRESH_ROWS = 1024
+_PENDING_ROWS = 1024
+"""Uses and new rows that may wait for being taken in: bounds the pause."""
+_PENDING_SHARE = 1024
+"""Of the known rows, one of so many may be new or used before victims are chosen anew."""
 _HINT_STEPS = np.array([0.25, 0.85])
 """Borders between the classes of hinted probabilities: it ends, a turn ended, a tool was called."""
 
@@ -89,6 +94,8 @@ class PhzPolicy:
         self._known = 0
         self._pending: list[tuple[int, Rows]] = []
         self._pending_rows = 0
+        self._waiting: set[int] = set()  # rows of the first `_counted` calls that are pending
+        self._counted = 0
         self._fresh: list[Rows] = []
         self._fresh_rows = 0
         self._open = Members(capacity)
@@ -100,13 +107,14 @@ class PhzPolicy:
     def admit(self, rows: Rows) -> None:
         require_unknown(self._state, rows)
         if len(rows):
-            self._state[rows] = _FRESH
+            self._state.put(rows, _FRESH)
             self._known += len(rows)
             self._add_fresh(rows)
             self._defer(_ADMIT, rows)
 
     def touch(self, rows: Rows) -> None:
-        self._defer(_TOUCH, rows)
+        if len(rows):
+            self._defer(_TOUCH, rows)
 
     def hint(self, rows: Rows, hint: Hint) -> None:
         if hint.will_continue is not None:
@@ -133,19 +141,19 @@ class PhzPolicy:
     def forget(self, rows: Rows) -> None:
         self._flush()
         require_known(self._state, rows)
-        for row in rows.tolist():
-            self._drop(row)
+        self._drop(rows.tolist())
 
     # ---- what goes
 
     def catch_up(self) -> None:
-        if 4 * self._pending_rows >= _PENDING_ROWS or 4 * len(self._pending) >= _PENDING_CALLS:
+        if 4 * self._pending_rows >= _PENDING_ROWS:
             self._flush()
         if 4 * self._fresh_rows >= _FRESH_ROWS:
             self._sort_in_fresh()
 
     def victims(self, n: int) -> Rows:
-        self._prepare(n)
+        self._take_in()
+        self._validate(n)
         first = self._take_demoted(n)
         self._demoted.put(first)
         self._fill(n - len(first))
@@ -153,18 +161,26 @@ class PhzPolicy:
         return np.array([row for _, _, row in front], np.int32)
 
     def evict(self, n: int, gone: Gone) -> int:
-        self._prepare(n)
+        if self._demoted or _PENDING_SHARE * self._pending_rows > self._known:
+            self._take_in()
+        else:
+            self._count_waiting()
+        self._validate(n)
         evicted = 0
         freed: list[Entry] = []
         while (missing := n - evicted) > 0:
-            few = len(self._open) <= SAMPLE_ROWS
+            few = len(self._open) <= _FEW_LEAVES
             if self._demoted and (first := deque(self._take_demoted(missing))):
                 evicted += self._evict_from(first, missing, gone, freed)
                 self._demoted.put(first)
-            elif self._queue or self._fill(missing if few else 1):
+            elif self._queue:
                 evicted += self._evict_from(self._queue, missing, gone, freed)
-            else:
-                break
+            elif few and self._pending:
+                self._take_in()
+            elif not self._fill(missing if few else 1):
+                if not self._pending:
+                    break
+                self._take_in()
             if not self._queue:
                 self._open_up(freed)
         self._open_up(freed)
@@ -172,22 +188,33 @@ class PhzPolicy:
 
     def _evict_from(self, queue: deque[Entry], n: int, gone: Gone, freed: list[Entry]) -> int:
         """Merges the queue with the parents that are freed on the way; ends with the queue."""
-        evicted = 0
-        drop, entry_of = self._drop, self._entry
-        entry: Entry | None = None  # the parent freed last: mostly the next to go
-        while queue and evicted < n:
-            if entry is None or entry > queue[0] or (freed and entry > freed[0]):
-                if entry is not None:
+        evicted: list[int] = []
+        spared: list[int] = []
+        waiting = self._waiting
+        entry_of = self._entry if self._demoted else self._experience.entry
+        while queue and len(evicted) < n:
+            entry = heappop(freed) if freed and freed[0] < queue[0] else queue.popleft()
+            while True:  # a chain goes on while the parent that it frees is the least
+                parent = gone(entry[2])
+                evicted.append(entry[2])
+                if parent < 0:
+                    break
+                if parent in waiting:
+                    spared.append(parent)
+                    break
+                entry = entry_of(parent)
+                if (
+                    len(evicted) == n
+                    or not queue
+                    or entry > queue[0]
+                    or (freed and entry > freed[0])
+                ):
                     heappush(freed, entry)
-                entry = heappop(freed) if freed and freed[0] < queue[0] else queue.popleft()
-            row = entry[2]
-            parent = gone(row)
-            drop(row)
-            evicted += 1
-            entry = entry_of(parent) if parent >= 0 else None
-        if entry is not None:
-            heappush(freed, entry)
-        return evicted
+                    break
+        self._drop(evicted)
+        if spared:
+            self.unblock(np.array(spared, np.int32))
+        return len(evicted)
 
     def statistics(self) -> Mapping[str, int]:
         """`rows` known, of these `leaves` that could go when last looked at; `ghosts`; `learned`
@@ -247,36 +274,45 @@ class PhzPolicy:
     def _defer(self, what: int, rows: Rows) -> None:
         self._pending.append((what, rows))
         self._pending_rows += len(rows)
-        if self._pending_rows >= _PENDING_ROWS or len(self._pending) >= _PENDING_CALLS:
+        if self._pending_rows >= _PENDING_ROWS:
             self._flush()
+
+    def _count_waiting(self) -> None:
+        """What is pending is no victim: what is known of it is out of date."""
+        for _, rows in self._pending[self._counted :]:
+            self._waiting.update(rows.tolist())
+        self._counted = len(self._pending)
+
+    def _take_in(self) -> None:
+        self._flush()
+        self._sort_in_fresh()
 
     def _flush(self) -> None:
         """Takes in what is pending, in its order."""
         if not self._pending:
             return
         pending, self._pending, self._pending_rows = self._pending, [], 0
-        admitted: list[Rows] = []
-        for what, rows in pending:
-            if what == _ADMIT:
-                admitted.append(rows)
-                continue
-            self._admit_all(admitted)
-            require_known(self._state, rows)
-            if what == _TOUCH:
-                self._experience.use(rows)
-                self._promote(rows)
+        self._waiting.clear()
+        self._counted = 0
+        for hints, calls in groupby(pending, lambda call: call[0] > _TOUCH):
+            if hints:
+                for level, rows in calls:
+                    require_known(self._state, rows)
+                    self._experience.hint(rows, level)
             else:
-                self._experience.hint(rows, what)
-        self._admit_all(admitted)
-        share = 0 if self._experience.review() else len(self._open) // QUEUE_SHARE
+                self._use(list(calls))
+        few = len(self._open) <= _FEW_LEAVES
+        share = 0 if self._experience.review() or few else len(self._open) // QUEUE_SHARE
         while len(self._queue) > share:  # what is queued must be among the least after these uses
             self._queue.pop()
 
-    def _admit_all(self, admitted: list[Rows]) -> None:
-        """Takes in what was admitted in a row, and clears the list."""
-        if admitted:
-            self._experience.admit(admitted)
-            admitted.clear()
+    def _use(self, calls: list[tuple[int, Rows]]) -> None:
+        touched = [rows for what, rows in calls if what == _TOUCH]
+        if touched:
+            rows = np.concatenate(touched)
+            require_known(self._state, rows)
+            self._promote(rows)
+        self._experience.use([(what == _ADMIT, rows) for what, rows in calls])
 
     def _promote(self, rows: Rows) -> None:
         """Used rows are no longer demoted."""
@@ -286,13 +322,18 @@ class PhzPolicy:
                     self._state[row] = _OPEN
                     self._open.add_one(row)
 
-    def _drop(self, row: int) -> None:
-        if self._state_at[row] == _OPEN:
-            self._open.remove_one(row)
-        self._demoted.discard(row)
-        self._experience.leave(row)
-        self._state_at[row] = UNKNOWN
-        self._known -= 1
+    def _drop(self, rows: list[int]) -> None:
+        """Known rows have left."""
+        state_at = self._state_at
+        for row in rows:
+            if state_at[row] == _OPEN:
+                self._open.remove_one(row)
+            state_at[row] = UNKNOWN
+        if self._demoted:
+            for row in rows:
+                self._demoted.discard(row)
+        self._experience.leave(rows)
+        self._known -= len(rows)
 
     # ---- order
 
@@ -301,10 +342,8 @@ class PhzPolicy:
             return self._demoted.entry(row)
         return self._experience.entry(row)
 
-    def _prepare(self, n: int) -> None:
-        """Takes in what is pending; of the queue, the first `n` entries are valid afterwards."""
-        self._flush()
-        self._sort_in_fresh()
+    def _validate(self, n: int) -> None:
+        """Of the queue, the first `n` entries are valid afterwards."""
         queue = self._queue
         if n == 1:
             while queue and not self._still(queue[0]):
@@ -321,20 +360,31 @@ class PhzPolicy:
         _, stamp, row = entry
         if self._experience.stamps_at[row] != stamp or self._state_at[row] != _OPEN:
             return False
+        if row in self._waiting:
+            return False
         return bool(self._evictable(np.array([row], np.int32))[0])
 
     def _still_among(self, entries: list[Entry]) -> list[Entry]:
         """`_still` of many."""
+        if self._waiting:
+            entries = [entry for entry in entries if entry[2] not in self._waiting]
+        if not entries:
+            return []
         _, stamps, rows = (np.array(column) for column in zip(*entries, strict=True))
         same = (self._experience.stamps[rows] == stamps) & (self._state[rows] == _OPEN)
         same[same] = self._evictable(rows[same].astype(np.int32))
         return list(compress(entries, same.tolist()))
 
     def _fill(self, n: int) -> bool:
-        """Lengthens the queue to `n` entries if there are so many; True if it is not empty."""
+        """Lengthens the queue to `n` entries if there are so many; True if it is not empty.
+
+        While something is pending, it may find less than there is.
+        """
         while (missing := n - len(self._queue)) > 0:
-            exact = len(self._open) <= max(SAMPLE_ROWS, QUEUE_SHARE * missing)
-            if not self._enqueue(missing, exact=exact) and exact and not self._sort_in_fresh():
+            exact = len(self._open) <= max(_FEW_LEAVES, QUEUE_SHARE * missing)
+            if self._enqueue(missing, exact=exact):
+                continue
+            if self._waiting or (exact and not self._sort_in_fresh()):
                 break
         return len(self._queue) > 0
 
@@ -353,13 +403,18 @@ class PhzPolicy:
         stamps = self._experience.stamps[rows]
         order = np.lexsort((stamps, values))[:wanted]
         columns = (column[order].tolist() for column in (values, stamps, rows))
-        self._queue.extend(zip(*columns, strict=True))
-        return len(rows) > 0
+        least_first = zip(*columns, strict=True)
+        found = [entry for entry in least_first if entry[2] not in self._waiting]
+        self._queue.extend(found)
+        return len(found) > 0
 
     def _sample(self) -> Rows:
-        """Distinct members."""
-        numbers = np.sort(self._random.integers(0, len(self._open), SAMPLE_ROWS))
-        return self._open.at(numbers[np.diff(numbers, prepend=-1) > 0])
+        """Distinct members, in short runs: who is neighbours there is often so in memory."""
+        last = len(self._open) - _RUN_ROWS
+        starts = self._random.integers(0, last + 1, SAMPLE_ROWS // _RUN_ROWS)
+        numbers = (np.sort(starts)[:, None] + _RUN).ravel()
+        numbers = numbers[numbers > np.maximum.accumulate(np.r_[-1, numbers[:-1]])]
+        return self._open.at(numbers)
 
     def _without_blocked(self, rows: Rows) -> Rows:
         """Those of the members that may go; the others are members no longer."""
@@ -374,20 +429,27 @@ class PhzPolicy:
         self._fresh.append(rows)
         self._fresh_rows += len(rows)
         if self._fresh_rows > len(self._state) + _FRESH_ROWS:  # most are fresh no longer
-            self._fresh = [np.flatnonzero(self._state == _FRESH).astype(np.int32)]
-            self._fresh_rows = len(self._fresh[0])
+            waiting = np.flatnonzero(self._state == _FRESH).astype(np.int32)
+            starts = range(0, len(waiting), _FRESH_ROWS)
+            self._fresh = [waiting[start : start + _FRESH_ROWS] for start in starts]
+            self._fresh_rows = len(waiting)
 
     def _sort_in_fresh(self) -> int:
         """Looks at the next fresh rows; returns how many."""
-        looked = 0
-        while self._fresh and looked < _FRESH_ROWS:
-            rows = self._fresh.pop()
-            looked += len(rows)
-            waiting = rows[self._state[rows] == _FRESH]
-            if len(waiting):
-                self._sort_in(waiting)
-        self._fresh_rows -= looked
-        return looked
+        looked: list[Rows] = []
+        count = 0
+        while self._fresh and count < _FRESH_ROWS:
+            looked.append(self._fresh.pop())
+            count += len(looked[-1])
+        if not looked:
+            return 0
+        rows = np.concatenate(looked)
+        waiting = rows[self._state.take(rows) == _FRESH]
+        if len(waiting):
+            waiting.sort()
+            self._sort_in(waiting[np.diff(waiting, prepend=-1) > 0])
+        self._fresh_rows -= count
+        return count
 
     def _sort_in(self, waiting: Rows) -> None:
         """Rows that are fresh or blocked become members, if they may go."""

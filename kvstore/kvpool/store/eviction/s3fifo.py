@@ -27,7 +27,7 @@ from kvpool.store.eviction.base import (
     require_unknown,
 )
 from kvpool.store.eviction.demoted import Demoted, Entry
-from kvpool.store.eviction.ghosts import Ghosts
+from kvpool.store.eviction.ghosts import CLASS_BITS, Ghosts
 
 SMALL_SHARE = 0.3
 _USES_MAX = 3
@@ -168,7 +168,7 @@ class S3FifoPolicy:
         self._demoted.discard(row)
         queue = self._queue_at[row]
         sifted_out = queue == _SMALL and self._tags is not None
-        if sifted_out and self._ghosts.add(self._tag_at[row], 1, 0):
+        if sifted_out and self._ghosts.add({self._tag_at[row]: 1 << CLASS_BITS}):
             self._ghosts.bury()
         self._rows[queue] -= 1
         self._place_at[row] = _NOWHERE
