@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvpool.bench.children import Child
@@ -29,6 +30,9 @@ OPTIONS = {
     "max_num_batched_tokens": 128,
 }
 """A prompt of 300 tokens is computed in three steps, and four of them hardly fit."""
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+"""For engines of several workers: vLLM would keep two cores free for each, and threads of theirs
+that share a core spin against each other."""
 START_S = 240.0
 ANSWER_S = 120.0
 
@@ -60,9 +64,11 @@ def transfer(address: str, role: str = "kv_both", **extra: Any) -> dict[str, Any
 class VllmEngine:
     """See `kvpool.bench.vllm_engine.Engine`."""
 
-    def __init__(self, python: str, folder: Path, setup: Setup) -> None:
+    def __init__(
+        self, python: str, folder: Path, setup: Setup, variables: Mapping[str, str]
+    ) -> None:
         self.log = folder / "vllm.log"
-        environment = vllm_environment(python)
+        environment = {**vllm_environment(python), **variables}
         environment["PYTHONPATH"] += f"{os.pathsep}{REPOSITORY}"  # for `vllm_cpu_tiering`
         self._child = Child(
             "vLLM",
@@ -107,11 +113,16 @@ class VllmEngine:
 
 @contextmanager
 def engine(
-    python: str, folder: Path, model: str, to: dict[str, Any] | None, **options: Any
+    python: str,
+    folder: Path,
+    model: str,
+    to: dict[str, Any] | None,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    **options: Any,
 ) -> Iterator[VllmEngine]:
-    """A running engine. `to`: its `KVTransferConfig`."""
+    """A running engine. `to`: its `KVTransferConfig`; `variables`: of its environment."""
     folder.mkdir(exist_ok=True)
-    running = VllmEngine(python, folder, Setup(model, {**OPTIONS, **options}, to))
+    running = VllmEngine(python, folder, Setup(model, {**OPTIONS, **options}, to), variables)
     try:
         yield running
     finally:
@@ -143,6 +154,14 @@ class Store:
     @property
     def leases(self) -> int:
         return int(self._domain["leases"])
+
+    def spaces(self, parts: Sequence[str]) -> list[dict[str, Any]]:
+        """The figures of the namespaces with these parts."""
+        return [
+            space
+            for space in self._domain["namespaces"]
+            if [part["name"] for part in space["parts"]] == list(parts)
+        ]
 
     @property
     def namespaces(self) -> list[Namespace]:
