@@ -242,3 +242,23 @@ def test_memory_is_bounded_when_chunks_come_and_go_without_evictions() -> None:
     policy.check_integrity()
     assert policy.statistics()["ghosts"] <= 8 * 256 + 128
     assert sum(len(rows) for rows in policy._fresh) <= 256 + 4096 + 64
+
+
+def test_a_use_of_many_rows_is_taken_in_when_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = PhzPolicy(5000, always)
+    policy.admit(rows_of(range(5000)))
+    policy.catch_up()
+    taken_in: list[int] = []
+    flush = PhzPolicy._flush
+
+    def counted(self: PhzPolicy) -> None:
+        taken_in.append(self._pending_rows)
+        flush(self)
+
+    monkeypatch.setattr(PhzPolicy, "_flush", counted)
+    policy.touch(rows_of(range(4000)))
+    assert taken_in == []
+    policy.catch_up()
+    assert taken_in == [4000]

@@ -44,7 +44,7 @@ _RUN_ROWS = 8
 _RUN = np.arange(_RUN_ROWS)
 _FRESH_ROWS = 1024
 _PENDING_ROWS = 1024
-"""Uses and new rows that may wait for being taken in: bounds the pause."""
+"""Uses and new rows that may wait for being taken in, but for the last call's: bounds the pause."""
 _PENDING_SHARE = 1024
 """Of the known rows, one of so many may be new or used before victims are chosen anew."""
 _HINT_STEPS = np.array([0.25, 0.85])
@@ -272,10 +272,10 @@ class PhzPolicy:
     # ---- uses
 
     def _defer(self, what: int, rows: Rows) -> None:
+        if self._pending_rows >= _PENDING_ROWS:  # not for these, whoever says them waits for us
+            self._flush()
         self._pending.append((what, rows))
         self._pending_rows += len(rows)
-        if self._pending_rows >= _PENDING_ROWS:
-            self._flush()
 
     def _count_waiting(self) -> None:
         """What is pending is no victim: what is known of it is out of date."""
