@@ -51,25 +51,30 @@ class Control:
         self.refused = 0
         self._resting = False
         """`_watch` is due."""
+        self._behind = False
+        """Something was answered since the service caught up."""
         self._awake_until = 0.0
 
     def __call__(self) -> ControlProtocol:
         return ControlProtocol(self)
 
     def rest(self) -> None:
-        """Nobody waits just now. The next request often follows at once, so the loop stays awake
-        for a moment; then the service may catch up."""
+        """Nobody waits just now: the service may catch up, while the client looks at its answer.
+        Its next request often follows at once, so the loop stays awake for a moment."""
+        self._behind = True
         self._awake_until = time.monotonic() + AWAKE_S
         if not self._resting:
             self._resting = True
             asyncio.get_running_loop().call_soon(self._watch)
 
     def _watch(self) -> None:
+        if self._behind:
+            self._behind = False
+            self.service.catch_up()
         if time.monotonic() < self._awake_until:
             asyncio.get_running_loop().call_soon(self._watch)
-            return
-        self._resting = False
-        self.service.catch_up()
+        else:
+            self._resting = False
 
     def close(self) -> None:
         """Ends all connections, after the daemon's last answer on each."""
