@@ -419,6 +419,30 @@ def test_the_service_catches_up_when_its_clients_pause(folder: Path) -> None:
     on_a_loop(Control(service), folder, ask_twice)
 
 
+def test_a_service_that_fails_to_catch_up_tries_again_after_the_next_answer(folder: Path) -> None:
+    service = embedded_service(1 << 20)
+    tries = asyncio.Queue[None]()
+
+    def fail() -> None:
+        tries.put_nowait(None)
+        raise RuntimeError("a policy contradicts itself")
+
+    service.catch_up = fail  # type: ignore[method-assign]
+
+    async def ask_twice(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        failures: list[str] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, told: failures.append(str(told["exception"])))
+        for _ in range(2):
+            writer.write(frames.PING)
+            assert await reader.readexactly(4) == frames.PING
+            async with asyncio.timeout(DEADLINE_S):
+                await tries.get()
+        assert failures == ["a policy contradicts itself"] * 2
+
+    on_a_loop(Control(service), folder, ask_twice)
+
+
 def test_a_background_loop_survives_its_failures_and_counts_them() -> None:
     runs: list[int] = []
 

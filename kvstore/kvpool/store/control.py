@@ -68,13 +68,13 @@ class Control:
             asyncio.get_running_loop().call_soon(self._watch)
 
     def _watch(self) -> None:
+        self._resting = False  # first: what fails below is tried again after the next answer
         if self._behind:
             self._behind = False
             self.service.catch_up()
         if time.monotonic() < self._awake_until:
+            self._resting = True
             asyncio.get_running_loop().call_soon(self._watch)
-        else:
-            self._resting = False
 
     def close(self) -> None:
         """Ends all connections, after the daemon's last answer on each."""
