@@ -8,7 +8,6 @@ is resident is prefix-closed: a stored row's parent is stored, or the row is an 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -28,8 +27,6 @@ from kvpool.store.index import FREE, NO_ROW, UNLINKED, Index, Rows
 from kvpool.store.learned import Learned, Lessons
 from kvpool.store.namespaces import KnownNamespace, Namespaces, Shape
 from kvpool.store.records import Counters, StoreOptions
-
-log = logging.getLogger("kvpool")
 
 _FEW = 4  # up to this many rows plain Python beats the fixed cost of NumPy calls
 _USES = 64

@@ -12,7 +12,6 @@ extent. An Error instead of an answer leaves the connection usable.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 
@@ -29,8 +28,6 @@ from kvpool.store.caller import Caller
 from kvpool.store.poolmap import PartShape, PoolMap, Spaces
 from kvpool.transfer.copying import Bytes
 from kvpool.transfer.stream import Stream
-
-log = logging.getLogger("kvpool")
 
 HELLO_S = 10.0
 IDLE_S = 3600.0
