@@ -193,14 +193,9 @@ class LruPolicy:
         found = [np.empty(0, np.int32)]
         missing, window = n, max(_WINDOW_ROWS, 2 * n)
         index, position = 0, self._log[0].start
-        while missing > 0:
+        while missing > 0 and (at := self._reach(index, position)):
+            index, position = at
             block = self._log[index]
-            if position == block.end:
-                if index + 1 == len(self._log):
-                    break
-                index += 1
-                position = self._log[index].start
-                continue
             stop = min(position + window, block.end)
             rows, first = self._sift(block, position, stop, drop=missing == n)
             if missing == n:
@@ -224,14 +219,9 @@ class LruPolicy:
             return 1
         walk = _Walk(n, gone, self._stamp_at, self._state_at)
         index, position, window = 0, self._log[0].start, n + _WINDOW_ROWS
-        while walk.missing > 0:
+        while walk.missing > 0 and (at := self._reach(index, position)):
+            index, position = at
             block = self._log[index]
-            if position == block.end:
-                if index + 1 == len(self._log):
-                    break
-                index += 1
-                position = self._log[index].start
-                continue
             stop = min(position + window, block.end)
             rows, stamps = block.view(position, stop)
             live = self._stamp.take(rows) == stamps
@@ -253,6 +243,15 @@ class LruPolicy:
         if freed:
             self.unblock(np.array(freed, np.int32))
         return len(walk.evicted)
+
+    def _reach(self, index: int, position: int) -> tuple[int, int] | None:
+        """Block and position of the next entry; None at the end of the log."""
+        while position == self._log[index].end:
+            index += 1
+            if index == len(self._log):
+                return None
+            position = self._log[index].start
+        return index, position
 
     def _leave(self, rows: Rows) -> None:
         self._stamp.put(rows, 0)
