@@ -6,7 +6,6 @@ A tiny model of random weights computes the reference: its answers before anythi
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ import numpy as np
 import pytest
 
 from kvpool.client import Namespace
-from kvpool.client.pacing import BACKOFF_S_MAX
 from tests.client.stores import extent
 from tests.engines.vllm_engines import (
     BLOCK,
@@ -25,6 +23,7 @@ from tests.engines.vllm_engines import (
     VllmEngine,
     engine,
     make_model,
+    outlast_pause,
     prompt,
     transfer,
 )
@@ -142,7 +141,7 @@ def test_an_engine_that_starts_before_its_store_uses_it_later_and_so_does_its_su
         daemon = RunningDaemon(mine, *FLAGS)
         store = Store(daemon.address)
         vllm.forget()
-        time.sleep(BACKOFF_S_MAX + 0.1)  # then it tries again, in any case
+        outlast_pause()
         assert vllm.generate(tokens) == [reference]
         eventually(lambda: store.chunks == STORED, "the chunks are published")
 

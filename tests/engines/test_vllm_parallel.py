@@ -6,7 +6,6 @@ there was no store.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from kvpool.client import Session
-from kvpool.client.pacing import BACKOFF_S_MAX
 from kvpool.proto.keys import KEY_BYTES
 from tests.client.stores import extent
 from tests.engines.vllm_engines import (
@@ -24,6 +22,7 @@ from tests.engines.vllm_engines import (
     VllmEngine,
     engine,
     make_model,
+    outlast_pause,
     prompt,
     transfer,
 )
@@ -53,7 +52,7 @@ class World:
             flags = ("--capacity", "128MiB", "--no-populate", "--headroom", "0")
             daemon = stack.enter_context(running(folder, *flags))
             self.store = stack.enter_context(closing(Store(daemon.address)))
-            time.sleep(BACKOFF_S_MAX + 0.1)  # then the engine tries again, in any case
+            outlast_pause()
             self._publish(vllm)
 
     def engine(self, name: str, workers: int = 2) -> AbstractContextManager[VllmEngine]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from kvpool.bench.children import Child
 from kvpool.bench.foreign import vllm_environment
 from kvpool.bench.vllm_engine import Setup
 from kvpool.client import Client, connect
+from kvpool.client.pacing import BACKOFF_S_MAX
 from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.namespace import Namespace
 
@@ -48,6 +50,11 @@ def make_model(python: str, folder: Path, seed: int = 0) -> str:
     environment = vllm_environment(python)
     subprocess.run([python, script, folder, str(seed)], check=True, env=environment)
     return str(folder)
+
+
+def outlast_pause() -> None:
+    """An engine whose store was away tries it again afterwards, in any case."""
+    time.sleep(BACKOFF_S_MAX + 0.1)
 
 
 def transfer(address: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
