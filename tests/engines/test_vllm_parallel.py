@@ -6,7 +6,7 @@ there was no store.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
 from pathlib import Path
 
@@ -67,11 +67,23 @@ class World:
         assert vllm.metric("external_prefix_cache_hits") == 0
         (space,) = self.store.spaces(PARTS)
         every = len(PROMPTS) * STORED * space["chunk_bytes"]  # of both parts
-        eventually(
+        self.until(
             lambda: self.store.counter("published_bytes") - before == every,
             "both workers have stored their parts",
-            60,
+            vllm,
+            *range(len(PROMPTS)),
         )
+
+    def until(self, done: Callable[[], bool], what: str, vllm: VllmEngine, *numbers: int) -> None:
+        """Waits. What a busy machine was too slow to store, is stored when it is computed again."""
+
+        def done_or_again() -> bool:
+            if not done():
+                vllm.forget()
+                assert self.hits(vllm, *numbers)[0] == [self.answers[n] for n in numbers]
+            return done()
+
+        eventually(done_or_again, what, 120)
 
     def hits(self, vllm: VllmEngine, *numbers: int) -> tuple[list[list[int]], int]:
         """The answers to some of the prompts, and how many chunks the store has given for them."""
@@ -109,7 +121,8 @@ def test_an_engine_loads_what_the_workers_of_another_one_have_stored_and_says_th
     world: World, vllm: VllmEngine, session: Session
 ) -> None:
     assert world.hits(vllm, *range(len(PROMPTS))) == (world.answers, len(PROMPTS) * USABLE)
-    assert vllm.metric("external_prefix_cache_hits") == len(PROMPTS) * USABLE * CHUNK
+    # vLLM counts a request again each time that it asks about it and finds no room.
+    assert vllm.metric("external_prefix_cache_hits") >= len(PROMPTS) * USABLE * CHUNK
     assert [space["hit_chunks"] for space in world.store.spaces(PARTS)] == [len(PROMPTS) * USABLE]
 
 
@@ -139,7 +152,9 @@ def test_a_chunk_that_lacks_one_workers_part_is_no_hit_until_that_worker_has_sto
     session.delete(keys[2 * KEY_BYTES : 3 * KEY_BYTES])
     assert session.publish(keys, [payloads[2]], first=2, part=part).stored == 1
     assert world.hits(vllm, 2) == ([answer], 2)
-    eventually(lambda: session.match(tokens, peek=True).chunks == USABLE, "it is whole again")
+    world.until(
+        lambda: session.match(tokens, peek=True).chunks == USABLE, "it is whole again", vllm, 2
+    )
     vllm.forget()
     assert world.hits(vllm, 2) == ([answer], USABLE)
 
