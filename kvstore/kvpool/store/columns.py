@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,7 +30,7 @@ def matched(match: Match) -> wire.Matched:
     )
     if match.cold or match.skipped:
         answer.ssd_chunks, answer.skipped = match.cold, match.skipped
-        answer.load_ms = int(match.load_s * 1000)
+        answer.load_ms = math.ceil(match.load_s * 1000)  # 0 would say that nothing is to be loaded
     return answer
 
 
