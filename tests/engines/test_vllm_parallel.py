@@ -121,7 +121,7 @@ def test_an_engine_loads_what_the_workers_of_another_one_have_stored_and_says_th
     world: World, vllm: VllmEngine, session: Session
 ) -> None:
     assert world.hits(vllm, *range(len(PROMPTS))) == (world.answers, len(PROMPTS) * USABLE)
-    # A lower bound: on a busy machine vLLM has counted more here; the store's own figures are exact.
+    # A lower bound: on a busy machine vLLM has counted more; the store's own figures are exact.
     assert vllm.metric("external_prefix_cache_hits") >= len(PROMPTS) * USABLE * CHUNK
     assert [space["hit_chunks"] for space in world.store.spaces(PARTS)] == [len(PROMPTS) * USABLE]
 
