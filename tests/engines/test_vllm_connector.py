@@ -109,12 +109,15 @@ class World:
         eventually(lambda: not self.store.leases, "all leases are released")
 
 
-@pytest.fixture(scope="module")
-def _world(vllm_python: str, folder: Path, model: str) -> Iterator[World]:
-    (folder / "shared").mkdir()
-    to = transfer(f"unix:{folder / 'shared' / 'k.sock'}")
-    with engine(vllm_python, folder / "shared", model, to) as vllm:
-        world = World(vllm, folder / "shared")
+@pytest.fixture(scope="module", params=["sync", "async"])
+def _world(
+    request: pytest.FixtureRequest, vllm_python: str, folder: Path, model: str
+) -> Iterator[World]:
+    shared = folder / request.param
+    shared.mkdir()
+    to = transfer(f"unix:{shared / 'k.sock'}", load=request.param)
+    with engine(vllm_python, shared, model, to) as vllm:
+        world = World(vllm, shared)
         yield world
         world.close()
 
@@ -263,23 +266,31 @@ def test_another_models_kv_is_never_used(world: World) -> None:
     assert again == [answer]
 
 
-def test_a_damaged_chunk_is_computed_again_from_there_on(world: World) -> None:
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_a_damaged_chunk_is_computed_again_from_there_on_and_stored(
+    world: World, chunk: int
+) -> None:
     tokens, answer = world.stored()
     session = world.store.client.open(namespace(world))
     with session.match(tokens) as match:
         assert match.chunks == USABLE // CHUNK
-        extent(world.store.client, match, 2)[-1] ^= 1
+        extent(world.store.client, match, chunk)[-1] ^= 1
+    damaged = world.store.counter("corrupt_chunks")
+    promised = world.vllm.metric("external_prefix_cache_hits")
     assert world.vllm.generate(tokens) == [answer]
-    assert world.store.counter("corrupt_chunks") == 1
+    assert world.store.counter("corrupt_chunks") - damaged == 1
+    assert world.vllm.metric("external_prefix_cache_hits") - promised == USABLE  # once
     world.assert_nothing_held()
+    world.vllm.forget()
+    assert world.hits(lambda: world.vllm.generate(tokens)) == USABLE // CHUNK
 
 
 def test_requests_that_are_preempted_give_the_tokens_that_they_give_alone(world: World) -> None:
     prompts = [world.fresh_prompt() for _ in range(5)]
-    alone = [world.vllm.generate(tokens)[0] for tokens in prompts]
+    alone = [world.vllm.generate(tokens, tokens=160)[0] for tokens in prompts]
     world.vllm.forget()
     before = world.vllm.metric("num_preemptions")
-    assert world.vllm.generate(*prompts) == alone
+    assert world.vllm.generate(*prompts, tokens=160) == alone
     assert world.vllm.metric("num_preemptions") > before
     world.assert_nothing_held()
 

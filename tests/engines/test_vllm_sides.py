@@ -219,6 +219,26 @@ def test_a_load_names_the_blocks_that_vllm_lacks(client: Client) -> None:
     assert not side.plan(output({}, {})).loads
 
 
+@pytest.mark.parametrize("told", ["by blocks", "by name"])
+def test_a_request_whose_kv_did_not_come_is_computed_and_stored_again(
+    client: Client, told: str
+) -> None:
+    publish(client)
+    side, asked, other = scheduler(client), request(), request(name="other")
+    for each, table in ((asked, list(range(20))), (other, list(range(20, 40)))):
+        assert settled(side, each) == (256, True)
+        side.allocated(each, [table], 256)
+    if told == "by blocks":
+        side.failed({7, 99}, set())
+    else:
+        side.failed(set(), {"r"})
+    assert side.matched(asked, 0) == (0, False)
+    assert side.matched(other, 0) == (256, True)
+    assert leases(client) == 1
+    plan = side.plan(output({"r": 300}, {"r": (list(range(20)),)}))
+    assert [(save.first, len(save.blocks[0])) for save in plan.saves] == [(0, 16)]
+
+
 # ---- the worker's side
 
 

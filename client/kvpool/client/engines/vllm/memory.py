@@ -22,7 +22,7 @@ class Memory(Protocol):
         """Where the pages of `blocks` are to be written: layer by layer, block by block."""
 
     def landed(self, blocks: Sequence[int], pages: Sequence[Bytes]) -> None:
-        """They were written; `pages` is what `landing` gave."""
+        """They were written; `pages` is what `landing` gave. Afterwards the engine may use them."""
 
     def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
         """Copies the pages of `blocks`, in the order of `landing`."""
@@ -78,6 +78,8 @@ class DeviceMemory:
         index = torch.tensor(blocks, device=self._layers[0].device)
         for layer, rows in zip(self._layers, staged, strict=True):
             layer.index_copy_(0, index, rows.to(layer.device))
+        if index.device.type != "cpu":  # the engine computes on another stream than this thread's
+            torch.accelerator.current_stream(index.device).synchronize()
 
     def copy_out(self, blocks: Sequence[int], into: Bytes) -> None:
         import torch

@@ -7,7 +7,7 @@ about a request whose lookup has not ended.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
@@ -54,6 +54,10 @@ class Tracked:
     """Tokens that vLLM had itself when it asked last."""
     published: int = 0
     """Leading chunks that are in the store, or on their way there."""
+    loading: frozenset[int] = frozenset()
+    """Blocks that the store's KV goes to, while the lease is held."""
+    alone: bool = False
+    """Its KV did not come: the store is not asked again."""
 
 
 class SchedulerSide:
@@ -80,6 +84,8 @@ class SchedulerSide:
         if tracked is None:
             return 0, False
         tracked.computed = computed
+        if tracked.alone:
+            return 0, False
         if not self._look_up(tracked):
             return None, False
         if tracked.match is None:
@@ -141,7 +147,7 @@ class SchedulerSide:
         """Of the lease. If vLLM asks again, as after a preemption, there will be a new one."""
         if tracked.match is not None:
             tracked.match.release()
-        tracked.match, tracked.looked_up = None, False
+        tracked.match, tracked.looked_up, tracked.loading = None, False, frozenset()
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], external: int) -> None:
         """vLLM has `blocks` for the request, by group; `external` tokens are to be loaded."""
@@ -150,6 +156,8 @@ class SchedulerSide:
             return
         match = tracked.match
         first, last = tracked.computed, tracked.computed + external
+        tables = self._cut(blocks, first, last)
+        tracked.loading = frozenset(block for table in tables for block in table)
         self._loads.append(
             Load(
                 request.request_id,
@@ -158,9 +166,18 @@ class SchedulerSide:
                 match.keys[: match.chunks * KEY_BYTES],
                 first,
                 last,
-                self._cut(blocks, first, last),
+                tables,
             )
         )
+
+    def failed(self, blocks: Set[int], requests: Set[str]) -> None:
+        """KV did not come to these `blocks`, or for these `requests`. Such a request is computed,
+        whatever the store promises next, and what it computes is stored: vLLM would ask, load and
+        fail for as long as the store says that it has the KV."""
+        for name, tracked in self._tracked.items():
+            if name in requests or not tracked.loading.isdisjoint(blocks):
+                self._let_go(tracked)
+                tracked.alone, tracked.published = True, 0
 
     # ---- planning
 

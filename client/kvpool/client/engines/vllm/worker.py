@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import groupby
+from time import monotonic
 
 import numpy as np
 
@@ -91,12 +92,13 @@ class WorkerSide:
     def _load(self, load: Load) -> set[int]:
         """The blocks that did not come."""
         every = {block for blocks in load.blocks for block in blocks if block != NULL}
+        end = monotonic() + DEADLINE_S
         try:
             session = self._sessions.of(load.variant)
             names = tuple(self._part(group) for group in self._identity.groups)
             with session.adopt(load.lease, load.keys, parts=names) as match:
                 good = min(
-                    self._pull(session, match, group, load, blocks)
+                    self._pull(session, match, group, load, blocks, end)
                     for group, blocks in zip(self._identity.groups, load.blocks, strict=True)
                 )
         except KvpoolError as error:
@@ -115,9 +117,15 @@ class WorkerSide:
         return set(load.blocks[0][kept:])
 
     def _pull(
-        self, session: Session, match: Match, group: Group, load: Load, blocks: Sequence[int]
+        self,
+        session: Session,
+        match: Match,
+        group: Group,
+        load: Load,
+        blocks: Sequence[int],
+        end: float,
     ) -> int:
-        """The token up to which everything came."""
+        """The token up to which everything came by `end` on the monotonic clock."""
         size, memory = self._identity.chunk_tokens, self._memories[group.number]
         layers = range(group.layers[self.rank.stage])
         per_chunk = size // group.block_tokens
@@ -134,6 +142,7 @@ class WorkerSide:
                 part=self._part(group),
                 layers=None if len(wanted) == per_chunk else planes,
                 tokens=(first * size, (first + len(pieces)) * size),
+                deadline_s=max(0.0, end - monotonic()),
             )
             for piece, pages in zip(pieces[: pulled.chunks], into, strict=False):
                 memory.landed(piece.blocks, pages)
