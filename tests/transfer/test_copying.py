@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvpool.proto.errors import InvalidError
-from kvpool.transfer.copying import PIECE, as_bytes, copy
+from kvpool.transfer.copying import ALIGNMENT, PIECE, as_bytes, copy, empty
 
 
 class Tensor:
@@ -147,3 +147,10 @@ def test_a_large_copy_lets_other_threads_run() -> None:
     ended.set()
     thread.join()
     assert during > 1000
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 10_000_000])
+def test_fresh_memory_starts_where_copies_are_fast(nbytes: int) -> None:
+    fresh = empty(nbytes)
+    assert fresh.size == nbytes and fresh.ctypes.data % ALIGNMENT == 0
+    assert as_bytes(fresh, writable=True).size == nbytes

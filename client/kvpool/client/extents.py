@@ -25,8 +25,8 @@ from kvpool.proto.outcomes import Outcome
 from kvpool.transfer.copying import Bytes, copy, move
 
 RUN = 1 << 20
-"""Bytes that are copied and then summed. Below this size copies are half as fast: the C library
-writes around the caches only in large ones. Far above it, sums find nothing in a cache any more."""
+"""Bytes that are copied and then summed. Smaller copies are slow where the target lies badly, see
+`kvpool.transfer.copying.empty`. After far larger ones, sums find nothing in a cache."""
 
 HIT, CORRUPT = Outcome.HIT, Outcome.CORRUPT
 

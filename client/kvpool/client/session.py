@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
-import numpy as np
 from google.protobuf.message import Message
 
 from kvpool.client.chains import ChainMemo
@@ -19,7 +18,7 @@ from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.errors import BusyError, InvalidError, UnreachableError
 from kvpool.proto.keys import KEY_BYTES, Extra, Tokens, foreign_keys
 from kvpool.proto.namespace import Namespace
-from kvpool.transfer.copying import Bytes
+from kvpool.transfer.copying import Bytes, empty
 
 Prompt = Tokens | Sequence[bytes] | bytes
 """Token ids; page hashes where the key scheme is foreign; or packed keys (n x 32 bytes)."""
@@ -137,7 +136,8 @@ class SessionCore:
     def payload(self, chunks: int, part: str | None) -> Bytes:
         """See `Session.payload`."""
         number = self.namespace.part_mask((part,)).bit_length() - 1 if part else 0
-        return np.empty((chunks, self.namespace.parts[number].nbytes), np.uint8)
+        nbytes = self.namespace.parts[number].nbytes
+        return empty(chunks * nbytes).reshape(chunks, nbytes)
 
     # ---- keys
 

@@ -263,7 +263,8 @@ class Session:
         return self._client.run(verbs.explain(self.core, prompt, extras), deadline_s)
 
     def payload(self, chunks: int, part: str | None = None) -> Bytes:
-        """An uninitialised (chunks, payload bytes) array that fits `pull` and `publish`."""
+        """An uninitialised (chunks, payload bytes) array that fits `pull` and `publish`, and lies
+        where copies are fast: see `kvpool.transfer.copying.empty`."""
         return self.core.payload(chunks, part)
 
     def run(self, steps: Steps[T], deadline_s: float | None) -> T:
