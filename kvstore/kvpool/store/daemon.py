@@ -104,6 +104,7 @@ class Daemon:
         self.loops.every("lag", LAG_TICK_S, self.lag.tick)
         self.loops.every("learned", LEARNED_S, self._save_learned)
         await self.growth.first_regions()
+        self._look_at_ssd()
         self.service.health.starting = "the data workers are starting"
         await self._start_workers()
         self.service.health.starting = "the self-test is running"
@@ -117,11 +118,10 @@ class Daemon:
         self.service.health.starting = ""
         self._growing = asyncio.create_task(self.growth.rest(), name="growth")
 
-    async def _start_ssd(self) -> None:
+    def _look_at_ssd(self) -> None:
         config = self.config
         if not config.ssd_path:
             return
-        self.service.health.starting = "the SSD is being looked at"
         self.ssd = SsdTiers(
             config.ssd_path,
             config.ssd_capacity,
@@ -130,6 +130,12 @@ class Daemon:
             admission=config.ssd_admission,
             health=self.service.health,
         )
+        self.ssd.look(list(self.service.domains.values()))
+
+    async def _start_ssd(self) -> None:
+        if self.ssd is None:
+            return
+        self.service.health.starting = "the SSD is being looked at"
         await self.ssd.start(list(self.service.domains.values()))
         self.loops.every("ssd", TURN_S, self.ssd.turn)
 

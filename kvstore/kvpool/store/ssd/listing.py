@@ -60,13 +60,14 @@ class Listing:
 
 def read_listing(pairs: Iterable[Pair]) -> tuple[Listing, list[bytes]]:
     """The entries, and the keys of what is none."""
-    records: dict[int, list[npt.NDArray[np.void]]] = {}
+    records: dict[int, list[bytes]] = {}
     damaged: list[bytes] = []
     rest = iter(pairs)
     while block := list(chain.from_iterable(islice(rest, BLOCK))):
         for count, alike in _by_extents(block, damaged):
-            records.setdefault(count, []).append(np.frombuffer(b"".join(alike), _record(count)))
-    return _joined([_columns(alike, damaged) for alike in records.values()]), damaged
+            records.setdefault(count, []).append(b"".join(alike))
+    tables = [np.frombuffer(b"".join(alike), _record(n)) for n, alike in records.items()]
+    return _joined([_columns(table, damaged) for table in tables]), damaged
 
 
 def _by_extents(block: list[bytes], damaged: list[bytes]) -> Iterable[tuple[int, list[bytes]]]:
@@ -104,29 +105,27 @@ def _record(extents: int) -> np.dtype[np.void]:
     )
 
 
-def _columns(records: list[npt.NDArray[np.void]], damaged: list[bytes]) -> Listing:
-    """Entries with equally many extents."""
-    keys, spaces, flags, parents, parts, fields = (
-        np.concatenate([block[name] for block in records]) for name in records[0].dtype.names or ()
-    )
+def _columns(table: npt.NDArray[np.void], damaged: list[bytes]) -> Listing:
+    """Entries with equally many extents. Columns that need no change are views of `table`."""
+    parts, fields = table["parts"].copy(), table["extents"]
     extents: list[npt.NDArray[np.uint64]] = []
-    good = np.zeros(len(keys), np.bool_)
+    good = np.zeros(len(table), np.bool_)
     for bitmap in np.unique(parts).tolist():
         chosen = parts == bitmap
         stored = [part for part in range(bitmap.bit_length()) if bitmap >> part & 1]
         if len(stored) != fields.shape[1]:
-            damaged += [key.tobytes() for key in keys[chosen]]
+            damaged += [key.tobytes() for key in table["key"][chosen]]
             continue
         good |= chosen
-        while len(extents) <= stored[-1]:
-            extents.append(np.zeros((len(keys), 4), np.uint64))
+        none = np.zeros((len(table), 4), np.uint64)
+        extents += [none] * (stored[-1] + 1 - len(extents))
         for at, part in enumerate(stored):
-            np.copyto(extents[part], fields[:, at], where=chosen[:, None])
+            extents[part] = np.where(chosen[:, None], fields[:, at], extents[part])
     return Listing(
-        keys.view(np.uint8),
-        parents.view(np.uint8),
-        flags & 1 != 0,
-        spaces.astype(np.int64),
+        table["key"].view(np.uint8),
+        table["parent"].view(np.uint8),
+        table["flags"] & 1 != 0,
+        table["space"].astype(np.int64),
         parts,
         extents,
     ).take(good)

@@ -14,7 +14,7 @@ from kvpool.store.service import Domain, Health
 from kvpool.store.ssd.attached import Ssd
 from kvpool.store.ssd.lanes import Threads
 from kvpool.store.ssd.opening import Opened
-from kvpool.store.ssd.starting import attach, look
+from kvpool.store.ssd.starting import Found, attach, look
 from kvpool.store.ssd.tier import QUEUE_BYTES
 from kvpool.transfer.copying import Bytes
 
@@ -59,16 +59,24 @@ class SsdTiers:
         self._write_through = write_through
         self._admission = admission
         self._health = health
+        self._looking: dict[str, asyncio.Task[Found]] = {}
+        """By domain."""
         self._running: list[_Running] = []
         self._again: asyncio.Handle | None = None
 
-    async def start(self, domains: list[Domain]) -> None:
-        """Raises `ConfigError` if a folder cannot be used; `close` it then."""
+    def look(self, domains: list[Domain]) -> None:
+        """Begins to read what the folders hold, which takes a while; `start` has the rest."""
         memory = sum(domain.pool.capacity for domain in domains)
         for domain in domains:
             share = self._capacity * domain.pool.capacity // memory
             folder = os.path.join(self._path, domain.name)
-            found = await asyncio.to_thread(look, folder, share, self._chunks)
+            looking = asyncio.to_thread(look, folder, share, self._chunks)
+            self._looking[domain.name] = asyncio.create_task(looking)
+
+    async def start(self, domains: list[Domain]) -> None:
+        """Raises `ConfigError` if a folder cannot be used; `close` it then. REQUIRES: `look`."""
+        for domain in domains:
+            found = await self._looking[domain.name]
             lanes, opened = Threads(READERS, WRITERS, self._waker()), found.opened
             ssd = attach(
                 domain.store,
@@ -82,13 +90,13 @@ class SsdTiers:
                 clock=time.monotonic,
             )
             self._running.append(_Running(domain, ssd, lanes, opened))
-            del found  # a whole catalogue
+            del found, self._looking[domain.name]  # a whole catalogue
             return_freed()
             log.info(
                 "domain %s: %d bytes at %s, %s I/O (%s)",
                 domain.name,
                 opened.capacity_bytes,
-                folder,
+                opened.folder.path,
                 "direct" if opened.access.direct else "buffered",
                 opened.access.reason,
             )
@@ -115,6 +123,12 @@ class SsdTiers:
 
     async def close(self) -> None:
         """Ends the threads and closes the files, unless the device hangs. Idempotent."""
+        while self._looking:
+            name, looking = self._looking.popitem()
+            if not (await asyncio.wait((looking,), timeout=END_S))[0]:
+                log.warning("the SSD of domain %s does not answer", name)
+            elif not looking.cancelled() and looking.exception() is None:
+                looking.result().opened.close()
         while self._running:
             running = self._running.pop()
             end = time.monotonic() + END_S
