@@ -23,9 +23,9 @@ from tests.engines.vllm_engines import (
     VllmEngine,
     engine,
     make_model,
-    outlast_pause,
     prompt,
     transfer,
+    until_used,
 )
 from tests.store.daemons import RunningDaemon, eventually
 
@@ -143,22 +143,28 @@ def test_an_engine_that_starts_before_its_store_uses_it_later_and_so_does_its_su
 
         daemon = RunningDaemon(mine, *FLAGS)
         store = Store(daemon.address)
+        until_used(vllm, store)
+        hits, published = store.counter("hit_chunks"), store.counter("published_chunks")
+        promised = vllm.metric("external_prefix_cache_hits")
         vllm.forget()
-        outlast_pause()
         assert vllm.generate(tokens) == [reference]
-        eventually(lambda: store.chunks == STORED, "the chunks are published")
+        assert store.counter("hit_chunks") == hits
+        eventually(
+            lambda: store.counter("published_chunks") - published == STORED,
+            "the chunks are published",
+        )
 
         vllm.forget()
         assert vllm.generate(tokens) == [reference]
-        assert store.counter("hit_chunks") == USABLE // CHUNK
-        assert vllm.metric("external_prefix_cache_hits") == USABLE
+        assert store.counter("hit_chunks") - hits == USABLE // CHUNK
+        assert vllm.metric("external_prefix_cache_hits") - promised == USABLE
         vllm.kill()
     try:
         eventually(lambda: not store.leases, "the dead engine's leases are gone")
         with engine(vllm_python, mine, model, transfer(daemon.address)) as successor:
             assert successor.generate(tokens) == [reference]
-            assert store.counter("hit_chunks") == 2 * (USABLE // CHUNK)
-            assert store.counter("published_chunks") == STORED
+            assert store.counter("hit_chunks") - hits == 2 * (USABLE // CHUNK)
+            assert store.counter("published_chunks") - published == STORED
             assert successor.metric("external_prefix_cache_hits") == USABLE
     finally:
         store.close()

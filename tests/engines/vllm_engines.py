@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -16,9 +15,9 @@ from kvpool.bench.children import Child
 from kvpool.bench.foreign import vllm_environment
 from kvpool.bench.vllm_engine import Setup
 from kvpool.client import Client, connect
-from kvpool.client.pacing import BACKOFF_S_MAX
 from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.namespace import Namespace
+from tests.store.daemons import eventually
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BLOCK, CHUNK = 32, 64
@@ -50,11 +49,6 @@ def make_model(python: str, folder: Path, seed: int = 0) -> str:
     environment = vllm_environment(python)
     subprocess.run([python, script, folder, str(seed)], check=True, env=environment)
     return str(folder)
-
-
-def outlast_pause() -> None:
-    """An engine whose store was away tries it again afterwards, in any case."""
-    time.sleep(BACKOFF_S_MAX + 0.1)
 
 
 def transfer(address: str, role: str = "kv_both", **extra: Any) -> dict[str, Any]:
@@ -174,3 +168,17 @@ class Store:
     def namespaces(self) -> list[Namespace]:
         records = [bytes.fromhex(space["record"]) for space in self._domain["namespaces"]]
         return [Namespace.from_record(wire.NamespaceRecord.FromString(r)) for r in records]
+
+
+def until_used(vllm: VllmEngine, store: Store) -> None:
+    """Waits until all of an engine's workers have stored a prompt of its own in a store that was
+    away, and its scheduler has found it: they pause before they try again."""
+    tokens = prompt(99)
+
+    def found() -> bool:
+        vllm.forget()
+        before = store.counter("hit_chunks")
+        vllm.generate(tokens, tokens=1)
+        return store.counter("hit_chunks") - before == len(tokens) // CHUNK
+
+    eventually(found, "the engine uses the store", 60)
