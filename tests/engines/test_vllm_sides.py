@@ -320,6 +320,26 @@ def test_a_load_whose_lease_has_ended_fails_block_by_block(client: Client) -> No
     assert not side.failed_now()
 
 
+def test_all_pulls_of_a_load_have_one_deadline_together(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(client)
+    side, _ = worker(client)
+    clock, given, pull = [0.0], [], Session.pull
+
+    def slow(*arguments: Any, deadline_s: float, **options: Any) -> Any:
+        given.append(deadline_s)
+        clock[0] += 0.75 * vllm_worker.DEADLINE_S
+        return pull(*arguments, deadline_s=max(deadline_s, 20.0), **options)
+
+    monkeypatch.setattr(vllm_worker, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(Session, "pull", slow)
+    inside = load_of(client, 16, 256, tuple(range(20, 35)), groups=(FULL,))  # two runs of chunks
+    side.load_now(Plan(loads=[inside]))
+    assert given == [vllm_worker.DEADLINE_S, 0.25 * vllm_worker.DEADLINE_S]
+    assert not side.failed_now()
+
+
 def test_a_step_whose_load_has_failed_saves_nothing_of_what_it_computed(client: Client) -> None:
     publish(client)
     side, _ = worker(client)

@@ -93,9 +93,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):
         return Metadata(self._scheduler.plan(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        failed = connector_output.invalid_block_ids, connector_output.failed_recving
-        if any(failed):
-            self._scheduler.failed(*(found or set() for found in failed))
+        self._scheduler.failed(connector_output.invalid_block_ids, connector_output.failed_recving)
 
     def request_finished(self, request: Any, block_ids: Sequence[int]) -> tuple[bool, None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -174,6 +174,8 @@ class SchedulerSide:
         """KV did not come to these `blocks`, or for these `requests`. Such a request is computed,
         whatever the store promises next, and what it computes is stored: vLLM would ask, load and
         fail for as long as the store says that it has the KV."""
+        if not blocks and not requests:
+            return
         for name, tracked in self._tracked.items():
             if name in requests or not tracked.loading.isdisjoint(blocks):
                 self._let_go(tracked)

@@ -96,7 +96,7 @@ class WorkerSide:
         try:
             session = self._sessions.of(load.variant)
             names = tuple(self._part(group) for group in self._identity.groups)
-            with session.adopt(load.lease, load.keys, parts=names) as match:
+            with session.adopt(load.lease, load.keys, parts=names, deadline_s=_left(end)) as match:
                 good = min(
                     self._pull(session, match, group, load, blocks, end)
                     for group, blocks in zip(self._identity.groups, load.blocks, strict=True)
@@ -142,7 +142,7 @@ class WorkerSide:
                 part=self._part(group),
                 layers=None if len(wanted) == per_chunk else planes,
                 tokens=(first * size, (first + len(pieces)) * size),
-                deadline_s=max(0.0, end - monotonic()),
+                deadline_s=_left(end),
             )
             for piece, pages in zip(pieces[: pulled.chunks], into, strict=False):
                 memory.landed(piece.blocks, pages)
@@ -199,6 +199,11 @@ class WorkerSide:
         self._loader.shutdown()
         self._saver.shutdown()
         self._sessions.close()
+
+
+def _left(end: float) -> float:
+    """Seconds until `end` on the monotonic clock."""
+    return max(0.0, end - monotonic())
 
 
 @dataclass(frozen=True, slots=True)
