@@ -61,6 +61,8 @@ class SsdTiers:
         self._health = health
         self._looking: dict[str, asyncio.Task[Found]] = {}
         """By domain."""
+        self._device = asyncio.Lock()
+        """For one look at a time: each measures how fast the device is."""
         self._running: list[_Running] = []
         self._again: asyncio.Handle | None = None
 
@@ -70,13 +72,17 @@ class SsdTiers:
         for domain in domains:
             share = self._capacity * domain.pool.capacity // memory
             folder = os.path.join(self._path, domain.name)
-            looking = asyncio.to_thread(look, folder, share, self._chunks)
-            self._looking[domain.name] = asyncio.create_task(looking)
+            self._looking[domain.name] = asyncio.create_task(self._look(folder, share))
+
+    async def _look(self, folder: str, share: int) -> Found:
+        async with self._device:
+            return await asyncio.to_thread(look, folder, share, self._chunks)
 
     async def start(self, domains: list[Domain]) -> None:
         """Raises `ConfigError` if a folder cannot be used; `close` it then. REQUIRES: `look`."""
         for domain in domains:
-            found = await self._looking[domain.name]
+            # Shielded: what a thread has opened must be closed, although nobody waits any more.
+            found = await asyncio.shield(self._looking[domain.name])
             lanes, opened = Threads(READERS, WRITERS, self._waker()), found.opened
             ssd = attach(
                 domain.store,
