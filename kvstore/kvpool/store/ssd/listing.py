@@ -107,7 +107,7 @@ def _record(extents: int) -> np.dtype[np.void]:
 
 def _columns(table: npt.NDArray[np.void], damaged: list[bytes]) -> Listing:
     """Entries with equally many extents. Columns that need no change are views of `table`."""
-    parts, fields = table["parts"].copy(), table["extents"]
+    parts, fields = table["parts"], table["extents"]
     extents: list[npt.NDArray[np.uint64]] = []
     good = np.zeros(len(table), np.bool_)
     for bitmap in np.unique(parts).tolist():
@@ -117,10 +117,10 @@ def _columns(table: npt.NDArray[np.void], damaged: list[bytes]) -> Listing:
             damaged += [key.tobytes() for key in table["key"][chosen]]
             continue
         good |= chosen
-        none = np.zeros((len(table), 4), np.uint64)
-        extents += [none] * (stored[-1] + 1 - len(extents))
+        while len(extents) <= stored[-1]:
+            extents.append(np.zeros((len(table), 4), np.uint64))
         for at, part in enumerate(stored):
-            extents[part] = np.where(chosen[:, None], fields[:, at], extents[part])
+            np.copyto(extents[part], fields[:, at], where=chosen[:, None])
     return Listing(
         table["key"].view(np.uint8),
         table["parent"].view(np.uint8),
