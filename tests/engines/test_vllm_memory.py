@@ -6,6 +6,7 @@ host memory, with the same calls.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -67,3 +68,17 @@ def test_a_cache_whose_blocks_are_not_dense_is_refused() -> None:
     cache = torch.zeros(2, 4, 16, 8).transpose(0, 1)  # heads outside of blocks
     with pytest.raises(ConfigError, match="not dense"):
         memory_of([cache], 4, 2 * 16 * 8 * 4)
+
+
+def test_pages_have_landed_on_a_device_when_its_stream_has_done_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = torch.empty(2, 8, PAGE, dtype=torch.uint8, device="meta")
+    memory, waited = DeviceMemory([cache[0], cache[1]]), []
+
+    def stream(device: Any) -> Any:
+        return SimpleNamespace(synchronize=lambda: waited.append(device))
+
+    monkeypatch.setattr(torch.accelerator, "current_stream", stream)
+    memory.landed([5, 2], memory.landing([5, 2]))
+    assert waited == [cache.device]
