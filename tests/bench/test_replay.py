@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -241,6 +240,7 @@ class TestCommand:
 
 
 def test_keys_are_random_so_that_the_index_sees_digests() -> None:
-    prepared = prepare(make_trace("test", [(0, "abc")]))
-    assert prepared.keys.shape == (3, 32)
-    assert len(np.unique(prepared.keys[:, 0])) == 3
+    prepared = prepare(make_trace("test", [(0, "abc"), (1, "ab")]))
+    assert list(map(len, prepared.keys)) == [3 * 32, 2 * 32]
+    assert prepared.keys[0].startswith(prepared.keys[1])
+    assert len(set(prepared.tags.tolist())) == 3

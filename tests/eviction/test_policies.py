@@ -33,7 +33,7 @@ BLOCK_TOKENS = 512
 
 
 def rows_of(rows: Iterable[int]) -> Rows:
-    return np.array(list(rows), np.int32)
+    return np.array(list(rows), np.intp)
 
 
 def always(rows: Rows) -> NDArray[np.bool_]:
@@ -102,12 +102,12 @@ class TestEveryPolicy:
         assert policy.victims(3).tolist() == []
         assert policy.statistics()["rows"] == 0
 
-    def test_victims_are_distinct_int32_rows_and_no_more_than_asked_for(self, name: str) -> None:
+    def test_victims_are_distinct_row_numbers_and_no_more_than_asked_for(self, name: str) -> None:
         policy = make_policy(name, 8, always)
         policy.admit(rows_of(range(8)))
         for n in (0, 1, 5, 8, 100):
             victims = policy.victims(n)
-            assert victims.dtype == np.int32
+            assert victims.dtype == np.intp
             assert len(set(victims.tolist())) == len(victims) == min(n, 8)
 
     def test_asking_again_gives_the_same_victims_first(self, name: str) -> None:
@@ -361,10 +361,10 @@ def test_lru_goes_up_a_chain_that_was_blocked_when_it_last_looked() -> None:
 
     policy = LruPolicy(8, lambda rows: np.array([may_go(row) for row in rows.tolist()], np.bool_))
     for chain in (range(4), range(4, 8)):
-        policy.admit(np.array(chain, np.int32))
+        policy.admit(np.array(chain, np.intp))
     assert policy.victims(1).tolist() == [7]
     held.clear()
-    policy.unblock(np.array([3], np.int32))
+    policy.unblock(np.array([3], np.intp))
     assert policy.evict(3, gone) == 3 and stored == {0, 4, 5, 6, 7}
     assert policy.evict(2, gone) == 2 and stored == {4, 5, 6}
     assert policy.evict(8, gone) == 3 and not stored
@@ -396,12 +396,12 @@ def test_the_log_stays_below_two_entries_per_row_whatever_the_rows_do() -> None:
     ]
     for pattern in patterns:
         for _ in range(2000):
-            policy.touch(np.unique(pattern()).astype(np.int32))
+            policy.touch(np.unique(pattern()).astype(np.intp))
             assert policy.statistics()["log_entries"] <= 2 * capacity + 3 * block
     policy.check_integrity()
     policy.forget(rows_of(range(capacity - 100)))
     for _ in range(500):
-        policy.touch(random_.choice(np.arange(capacity - 100, capacity, dtype=np.int32), 20, False))
+        policy.touch(random_.choice(np.arange(capacity - 100, capacity, dtype=np.intp), 20, False))
     assert policy.statistics()["log_entries"] <= 2 * 100 + 3 * block
     policy.check_integrity()
 
@@ -454,7 +454,7 @@ class Replay:
             self.free.append(row)
             if (parent := self.parent[row]) >= 0:
                 self.children[parent] -= 1
-                self.policy.unblock(np.array([parent], np.int32))
+                self.policy.unblock(np.array([parent], np.intp))
         return len(victims) > 0
 
 

@@ -72,19 +72,19 @@ class Residence(RuleBasedStateMachine):
             if row == NO_ROW or self.index.state[row] != LINKED:
                 break
             rows.append(row)
-        return np.array(rows, np.int32)
+        return np.array(rows, np.intp)
 
     def gone(self, row: int) -> int:
         index = self.index
-        assert self.evictable(np.array([row], np.int32))[0], "leased, pinned or a parent"
-        others = np.flatnonzero(index.state == ORPHANED).astype(np.int32)
+        assert self.evictable(np.array([row], np.intp))[0], "leased, pinned or a parent"
+        others = np.flatnonzero(index.state == ORPHANED).astype(np.intp)
         waiting = len(others) > 0 and self.evictable(others).any()
         assert index.state[row] == ORPHANED or not waiting, "an orphan should have gone first"
         parent = int(index.parent[row])
         index.unlink(row)
         index.release(row)
         self.evicted.append(row)
-        return parent if parent >= 0 and self.evictable(np.array([parent], np.int32))[0] else NO_ROW
+        return parent if parent >= 0 and self.evictable(np.array([parent], np.intp))[0] else NO_ROW
 
     def make_room(self) -> bool:
         return self.index.room > 0 or self.policy.evict(1, self.gone) == 1
@@ -103,19 +103,19 @@ class Residence(RuleBasedStateMachine):
             if row != NO_ROW:  # an orphan comes home
                 if self.index.parent[row] == ORPHAN:
                     self.index.adopt(row, parent)
-                self.policy.touch(np.array([row], np.int32))
+                self.policy.touch(np.array([row], np.intp))
             elif self.make_room():
                 row = self.index.insert(0, key_of(chain[:end]), parent)
                 if at_once:
                     added.append(row)
                 else:
-                    self.policy.admit(np.array([row], np.int32))
+                    self.policy.admit(np.array([row], np.intp))
             else:
                 break
             self.index.leases[row] += 1
-            above, parent = np.append(above, np.int32(row)), row
+            above, parent = np.append(above, np.intp(row)), row
         if added:
-            self.policy.admit(np.array(added, np.int32))
+            self.policy.admit(np.array(added, np.intp))
         self.policy.touch(above[~np.isin(above, added)])
         self.let_go_of(self.index.leases, above)
 
@@ -149,12 +149,12 @@ class Residence(RuleBasedStateMachine):
         if row == NO_ROW or self.index.leases[row] or self.index.pins[row]:
             return
         parent = int(self.index.parent[row])
-        self.policy.forget(np.array([row], np.int32))
+        self.policy.forget(np.array([row], np.intp))
         orphans = self.index.unlink(row)
         self.index.release(row)
-        self.policy.demote(np.array(orphans, np.int32))
+        self.policy.demote(np.array(orphans, np.intp))
         if parent >= 0:
-            self.policy.unblock(np.array([parent], np.int32))
+            self.policy.unblock(np.array([parent], np.intp))
 
     @rule(chain=paths, goes_on=st.sampled_from([0.0, 0.5, 1.0]))
     def hint(self, chain: Chain, goes_on: float) -> None:

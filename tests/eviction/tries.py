@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvpool.bench.simulation import Simulation, prepare
 from kvpool.bench.traces import Trace, make_trace
-from kvpool.store.eviction.base import Hint
+from kvpool.store.eviction.base import Hint, Rows
 
 Requests = list[list[int]]
 """Chains of blocks; the same number means the same block only below the same blocks."""
@@ -36,9 +36,10 @@ def victims_of(trace: Trace, capacity: int, policy: str) -> list[int]:
     """The rows that went, in their order."""
 
     class Recording(Simulation):
-        def _gone(self, row: int) -> int:
-            victims.append(row)
-            return super()._gone(row)
+        def _evict(self, n: int) -> Rows:
+            gone = super()._evict(n)
+            victims.extend(gone.tolist())
+            return gone
 
     victims: list[int] = []
     simulation = Recording(prepare(trace), capacity, policy)

@@ -78,7 +78,7 @@ class IndexMachine(RuleBasedStateMachine):
         peers = [node for node in self.nodes.values() if node.name[0] == namespace]
         above = data.draw(st.sampled_from([None, *peers]), "parent")
         rows = self.index.insert_chain(namespace, b"".join(names), above.row if above else ROOT)
-        assert rows.dtype == np.int32
+        assert rows.dtype == np.intp
         for name, row in zip(names, rows.tolist(), strict=True):
             node = Node((namespace, name), row, above)
             self.nodes[namespace, name] = node
@@ -141,14 +141,14 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def release_all(self) -> None:
-        self.index.release_all(np.array(self.unlinked, np.int32))
+        self.index.release_all(np.array(self.unlinked, np.intp))
         self.unlinked.clear()
 
     @rule(namespace=st.sampled_from(NAMESPACES))
     def unlink_all(self, namespace: int) -> None:
         gone = [name for name in self.nodes if name[0] == namespace]
         rows = [self.nodes.pop(name).row for name in gone]
-        self.index.unlink_all(np.array(rows, np.int32))
+        self.index.unlink_all(np.array(rows, np.intp))
         self.unlinked += rows
 
     @rule(namespace=st.sampled_from(NAMESPACES), names=st.lists(st.sampled_from(KEYS), max_size=12))
@@ -201,7 +201,7 @@ def test_a_batch_is_found_in_the_order_asked_hits_and_misses_mixed(count: int) -
     asked = list(range(count - 1, -1, -1))
     found = index.find(1, b"".join(map(key, asked)))
     assert found.rows.tolist() == [rows.get(number, NO_ROW) for number in asked]
-    assert found.rows.dtype == np.int32
+    assert found.rows.dtype == np.intp
 
 
 def test_one_key_in_two_namespaces_is_two_rows() -> None:
@@ -272,6 +272,20 @@ def test_a_new_row_below_an_orphan_is_orphaned_too() -> None:
     assert index.state_at[below] == ORPHANED
 
 
+def test_all_children_of_a_row_that_is_deleted_are_orphaned_and_adopted_one_by_one() -> None:
+    index = Index(8, seed=1)
+    root = index.insert(1, key(0), ROOT)
+    children = [index.insert(1, key(number), root) for number in (1, 2, 3)]
+    assert sorted(index.unlink(root)) == children
+    assert index.orphaned == 3
+    index.check_integrity()
+    again = index.insert(1, key(0), ROOT)
+    for count, child in enumerate(children, 1):
+        index.adopt(child, again)
+        assert sorted(index.children_of(again)) == children[:count]
+        index.check_integrity()
+
+
 def test_parts_can_be_added_while_rows_are_in_use() -> None:
     index = Index(8, seed=1)
     row = index.insert(1, key(0), ROOT)
@@ -312,7 +326,7 @@ def test_rows_are_forgotten_by_namespace_and_the_others_stay() -> None:
         for number in range(1000)
         for namespace in (1, 2, 3)
     }
-    index.unlink_all(np.array([rows[2, number] for number in range(1000)], np.int32))
+    index.unlink_all(np.array([rows[2, number] for number in range(1000)], np.intp))
     names = b"".join(map(key, range(1000)))
     assert (index.find(2, names).rows == NO_ROW).all()
     for namespace in (1, 3):

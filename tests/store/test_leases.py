@@ -32,7 +32,7 @@ def leases() -> Leases:
 
 
 def grant(book: Leases, session: int = 1, tenant: str = "red", deadline: float = 30.0) -> Lease:
-    return book.grant(session, tenant, 1, np.arange(3, dtype=np.int32), deadline, 300)
+    return book.grant(session, tenant, 1, np.arange(3, dtype=np.intp), deadline, 300)
 
 
 @dataclass(eq=False)

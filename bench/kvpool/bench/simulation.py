@@ -53,8 +53,10 @@ class Prepared:
     """A trace with what all its simulations share."""
 
     trace: Trace
-    keys: NDArray[np.uint8]
-    """By block, shape (unique, 32)."""
+    keys: list[bytes]
+    """By request: 32 bytes for each block."""
+    tags: NDArray[np.uint64]
+    """By block: the first 64 bits of its key."""
     next_uses: list[NDArray[np.int64]]
     """By request: for each block, the reference that uses it next, or NEVER."""
     work: list[float]
@@ -63,11 +65,13 @@ class Prepared:
 
 def prepare(trace: Trace) -> Prepared:
     """Keys are random: the index sees digests."""
-    keys = np.frombuffer(np.random.default_rng(0).bytes(_KEY_BYTES * trace.unique), np.uint8)
+    keys = np.frombuffer(np.random.default_rng(0).bytes(_KEY_BYTES * trace.unique), np.uint64)
+    keys = keys.reshape(trace.unique, -1)
+    by_request = [keys[request.blocks].tobytes() for request in trace.requests]
     longest = max(len(request.blocks) for request in trace.requests)
     weights = 1 + np.arange(longest) * BLOCK_TOKENS / WORK_TOKENS
     work = [0.0, *np.cumsum(weights).tolist()]
-    return Prepared(trace, keys.reshape(-1, _KEY_BYTES), trace.next_uses(), work)
+    return Prepared(trace, by_request, keys[:, 0].copy(), trace.next_uses(), work)
 
 
 class Simulation:
@@ -76,13 +80,13 @@ class Simulation:
     def __init__(self, prepared: Prepared, capacity: int, policy: str) -> None:
         self.counts = Counts()
         self._prepared = prepared
-        self._keys = prepared.keys.tobytes()
-        # The optimum may decline to store a block: it stores all, then lets go of what is too much.
+        # The optimum does not store what is never used again, which is a tail of each prompt. Of
+        # the rest it may decline to store a block: it stores all, then lets go of what is too much.
         self._offline = policy == "belady"
         self._capacity = capacity
         rows = capacity + len(prepared.work) if self._offline else capacity
         self._index = Index(rows, seed=1)
-        self._block = np.zeros(rows, np.int32)
+        self._block = np.zeros(rows, np.intp)
         self._next_use = np.zeros(prepared.trace.unique, np.int64)  # by block
         self.policy = make_policy(policy, rows, self._evictable, self._facts())
 
@@ -92,18 +96,20 @@ class Simulation:
         if not len(blocks):
             return
         index, policy = self._index, self.policy
+        wanted, keys = len(blocks), self._prepared.keys[number]
         if self._offline:
-            self._next_use[blocks] = self._prepared.next_uses[number]
-        rows = known = self._leading(blocks)
-        index.leases.put(known, 1)
-        if len(known) < len(blocks):
-            added = self._store(self._wanted(blocks[len(known) :]), known)
+            self._next_use[blocks] = uses = self._prepared.next_uses[number]
+            wanted = int(np.count_nonzero(uses < NEVER))
+        rows = known = self._leading(keys)
+        index.leases[known] = 1
+        if len(known) < wanted:
+            added = self._store(blocks[:wanted], keys, known)
             policy.admit(added)
             rows = np.concatenate([known, added])
         policy.touch(known)
         if hint is not None and isinstance(policy, TakesHints):
             policy.hint(rows, hint)
-        index.leases.put(known, 0)
+        index.leases[known] = 0
         policy.unblock(rows[-1:])  # below each of the others is the next one
         self._count(len(blocks), len(known), len(rows))
         if self._offline:
@@ -117,37 +123,35 @@ class Simulation:
 
     # ---- what a store does
 
-    def _leading(self, blocks: Blocks) -> Rows:
+    def _leading(self, keys: bytes) -> Rows:
         """The rows of the leading blocks that are resident."""
-        index, keys = self._index, self._keys
+        index = self._index
         few: list[int] = []
-        for at in (blocks[:_FEW] * _KEY_BYTES).tolist():
+        for at in range(0, min(len(keys), _FEW * _KEY_BYTES), _KEY_BYTES):
             row = index.find_one(_NAMESPACE, keys[at : at + _KEY_BYTES])
             if row == NO_ROW:
-                return np.array(few, np.int32)
+                return np.array(few, np.intp)
             few.append(row)
-        rows = index.find(_NAMESPACE, self._prepared.keys[blocks].tobytes()).rows
+        rows = index.find(_NAMESPACE, keys).rows
         absent = (rows == NO_ROW).nonzero()[0]
         return rows[: absent[0]] if len(absent) else rows
 
-    def _store(self, blocks: Blocks, above: Rows) -> Rows:
-        """Stores what fits of `blocks` below `above`; returns its rows."""
+    def _store(self, blocks: Blocks, keys: bytes, above: Rows) -> Rows:
+        """Stores what fits of those of `blocks` that follow `above`; returns its rows."""
         index = self._index
-        missing = len(blocks) - index.room
+        missing = len(blocks) - len(above) - index.room
         if missing > 0:
             self.counts.evictions += len(self._evict(missing))
-        return self._insert(blocks[: index.room], above)
+        return self._insert(blocks[: len(above) + index.room], keys, above)
 
-    def _insert(self, stored: Blocks, above: Rows) -> Rows:
-        """New rows for `stored` below `above`."""
-        parent = int(above[-1]) if len(above) else ROOT
-        rows = self._index.insert_chain(_NAMESPACE, self._prepared.keys[stored].tobytes(), parent)
-        self._block[rows] = stored
+    def _insert(self, blocks: Blocks, keys: bytes, above: Rows) -> Rows:
+        """New rows for those of `blocks` that follow `above`."""
+        first, end = len(above), len(blocks)
+        parent = int(above[-1]) if first else ROOT
+        chain = keys[first * _KEY_BYTES : end * _KEY_BYTES]
+        rows = self._index.insert_chain(_NAMESPACE, chain, parent)
+        self._block[rows] = blocks[first:]
         return rows
-
-    def _wanted(self, blocks: Blocks) -> Blocks:
-        """The optimum knows better than to store what is never used again."""
-        return blocks[self._next_use[blocks] < NEVER] if self._offline else blocks
 
     def _shed(self, added: Rows) -> None:
         """Evicts what exceeds the capacity; a block that was just stored was never written."""
@@ -160,14 +164,10 @@ class Simulation:
 
     def _evict(self, n: int) -> Rows:
         """Up to `n` rows go; returns them in their order."""
-        self.policy.evict(n, self._gone)
+        self.policy.evict(n, self._index.cut)
         rows = self._index.unlink_cut()
         self._index.release_all(rows)
         return rows
-
-    def _gone(self, row: int) -> int:
-        parent = self._index.cut(row)
-        return NO_ROW if parent >= 0 and self._index.leases_at[parent] else parent
 
     def _count(self, asked: int, hits: int, resident: int) -> None:
         counts, work = self.counts, self._prepared.work
@@ -186,8 +186,7 @@ class Simulation:
 
     def _facts(self) -> Facts:
         prepared = self._prepared
-        tags = np.ascontiguousarray(prepared.keys[:, :8]).view(np.uint64)[:, 0]
-        depths = prepared.trace.depths()
+        tags, depths = prepared.tags, prepared.trace.depths()
         return Facts(
             tags=lambda rows: tags[self._block[rows]],
             depths=lambda rows: depths[self._block[rows]],

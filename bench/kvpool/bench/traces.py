@@ -27,7 +27,7 @@ BLOCK_TOKENS = 512
 NEVER = 1 << 40
 """No next use: beyond the references of any trace."""
 
-Blocks = NDArray[np.int32]
+Blocks = NDArray[np.intp]
 
 
 class Request(NamedTuple):
@@ -87,7 +87,7 @@ class _Chains:
         for key in keys:
             above = self._number.setdefault((above, key), len(self._number))
             out.append(above)
-        return np.array(out, np.int32)
+        return np.array(out, np.intp)
 
 
 def read_trace(path: Path) -> Trace:

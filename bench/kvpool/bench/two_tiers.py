@@ -44,8 +44,8 @@ class TwoTiers(Simulation):
         blocks = self._prepared.trace.requests[number].blocks
         if not len(blocks):
             return
-        index, policy = self._index, self.policy
-        known = self._leading(blocks)
+        index, policy, keys = self._index, self.policy, self._prepared.keys[number]
+        known = self._leading(keys)
         index.leases[known] = 1
         hot = known[self._in_dram[known]]
         cold = known[~self._in_dram[known]]
@@ -53,7 +53,7 @@ class TwoTiers(Simulation):
         if missing > 0:
             self.counts.evictions += policy.evict(missing, self._leave_dram)
         room = self._dram - self._dram_used
-        added = self._insert(blocks[len(known) :][: max(0, room - len(cold))], known)
+        added = self._insert(blocks[: len(known) + max(0, room - len(cold))], keys, known)
         entering = np.append(cold[:room], added)
         self._enter_dram(entering)
         policy.admit(entering)
@@ -138,4 +138,4 @@ class TwoTiers(Simulation):
 
 
 def _only(row: int) -> Rows:
-    return np.array([row], np.int32)
+    return np.array([row], np.intp)

@@ -7,6 +7,7 @@ A bucket is a cache line. Its entries are (fingerprint << 32 | row + 1), 0 for n
 
 A key is in its bucket or, if that is full, among the *spilled* rows of the bucket. Buckets are at
 most half full on average (16-32 bytes per row), so that one row of a hundred spills at the worst.
+Where a row's entry is (4 bytes), is known: who leaves is not looked for.
 
 A row's *line* is 64 bytes, one cache line too, with what a match wants to know of it, so that n
 random keys cost n buckets and n lines, gathered by two NumPy calls::
@@ -24,7 +25,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-Rows = npt.NDArray[np.int32]
+Rows = npt.NDArray[np.intp]
+"""Row numbers; of this type, because NumPy converts others to it before each use."""
 Hashes = npt.NDArray[np.uint64]
 
 NO_ROW = -1
@@ -39,11 +41,12 @@ LINE = np.dtype(
     ]
 )
 _WAYS = 8
+_SPILLED = -1
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _MULTIPLIER_U64 = np.array(_MULTIPLIER, np.uint64)
 _LOW = 0xFFFFFFFF
-_LOW_U64 = np.uint64(_LOW)
-_HALF = np.uint64(32)
+_LOW_U64 = np.array(_LOW, np.uint64)
+_HALF = np.array(32, np.uint64)
 _FEW = 4  # up to this many keys plain Python beats the fixed cost of NumPy calls
 _U64 = (1 << 64) - 1
 
@@ -55,7 +58,7 @@ class Found(NamedTuple):
     words: Hashes
     """Copies of the rows' lines, shape (n, 8)."""
     namespace: npt.NDArray[np.int32]
-    parent: Rows
+    parent: npt.NDArray[np.int32]
 
     @property
     def resident(self) -> npt.NDArray[np.uint64]:
@@ -99,6 +102,9 @@ class Digests:
         self._entries_at = memoryview(self._entries)
         self._spilled: dict[int, list[int]] = {}
         """Rows by bucket. REQUIRES: the bucket is full."""
+        self._place = np.zeros(len(lines), np.int32)
+        """By row: where its entry is, or _SPILLED."""
+        self._place_at = memoryview(self._place)
         self._words = lines.view("<u8").reshape(-1, 8)
         self._words_at = memoryview(self._words.reshape(-1))
         self._bytes_at = memoryview(lines.view(np.uint8))
@@ -112,16 +118,16 @@ class Digests:
         count = len(keys) // 32
         if count <= _FEW:
             few = [self.find_one(namespace, keys[i * 32 : i * 32 + 32]) for i in range(count)]
-            return self._found(np.array(few, np.int32))
+            return self._found(np.array(few, np.intp))
         hashes = self._hashes(namespace, np.frombuffer(keys, np.uint64)[::4])
         buckets = self._buckets.take(hashes >> self._shift_u64, axis=0, mode="wrap")
         halves = buckets.view(np.uint32).reshape(count, _WAYS, 2)
         alike = (halves[:, :, 1] == hashes.astype(np.uint32)[:, None]).ravel().nonzero()[0]
-        rows = halves[:, :, 0].ravel()[alike].view(np.int32)
+        rows = halves[:, :, 0].ravel()[alike].astype(np.intp)
         if len(alike) == count:  # mostly one for each; if not, the comparison below shows it
             rows -= 1
         else:
-            some, rows = rows, np.full(count, NO_ROW, np.int32)
+            some, rows = rows, np.full(count, NO_ROW)
             rows[alike // _WAYS] = some - 1
         found = self._found(rows)
         if found.words[:, :4].tobytes() != keys or np.count_nonzero(found.namespace != namespace):
@@ -165,59 +171,60 @@ class Digests:
         at = bucket * _WAYS
         ways = self._entries_at[at : at + _WAYS].tolist()
         if 0 in ways:
-            self._entries_at[at + ways.index(0)] = entry
+            self._put(row, at + ways.index(0), entry)
         else:
             self._spilled.setdefault(bucket, []).append(row)
+            self._place_at[row] = _SPILLED
 
     def add_all(self, rows: Rows, namespace: int, words: Hashes) -> None:
         """`add` of many rows of one namespace; `words`: their keys' first 64 bits. REQUIRES: the
         keys differ."""
         hashes = self._hashes(namespace, words)
-        entries = hashes << _HALF | (rows + 1).view(np.uint32)
+        entries = hashes << _HALF | (rows + 1).view(np.uint64)
         buckets = (hashes >> self._shift_u64).view(np.int64)
-        places = (self._buckets.take(buckets, axis=0) == 0).argmax(axis=1) + buckets * _WAYS
-        here = self._entries.take(places)
-        if np.count_nonzero(here):
+        ways = self._buckets.take(buckets, axis=0).argmin(axis=1)  # an empty one, if there is one
+        places = buckets * _WAYS + ways
+        here = self._entries[places]
+        if np.count_nonzero(here):  # full
             empty = here == 0
             self._entries[places[empty]] = entries[empty]
         else:
-            self._entries.put(places, entries)
-        missing = self._entries.take(places) != entries  # full, or another row chose that place
+            self._entries[places] = entries
+        self._place[rows] = places
+        missing = self._entries[places] != entries  # full, or another row chose that place
         if np.count_nonzero(missing):
             for row in rows[missing].tolist():
                 self.add(row)
 
     def remove(self, row: int) -> None:
         """REQUIRES: the row is in the table, and its line as it was when it was added."""
-        bucket, entry = self._home(row)
-        at = bucket * _WAYS
-        ways = self._entries_at[at : at + _WAYS].tolist()
+        place = self._place_at[row]
+        bucket = place // _WAYS if place != _SPILLED else self._home(row)[0]
         spilled = self._spilled.get(bucket)
         if spilled is None:
-            self._entries_at[at + ways.index(entry)] = 0
+            self._entries_at[place] = 0
             return
-        if entry in ways:
-            self._entries_at[at + ways.index(entry)] = self._home(spilled.pop())[1]
-        else:
+        if place == _SPILLED:
             spilled.remove(row)
+        else:  # what spilled moves up into the place of who leaves
+            heir = spilled.pop()
+            self._put(heir, place, self._home(heir)[1])
         if not spilled:
             del self._spilled[bucket]
 
     def remove_all(self, rows: Rows) -> None:
         """`remove` of many."""
-        words = self._words.take(rows, axis=0)
-        hashes = self._hashes(words[:, 4] & _LOW_U64, words[:, 0])
-        buckets = (hashes >> self._shift_u64).view(np.int64)
-        kept = buckets.tolist()
-        if not self._spilled.keys().isdisjoint(kept):
-            # What spilled moves up into the place of who leaves.
-            alone = np.array([bucket in self._spilled for bucket in kept], np.bool_)
-            for row in rows[alone].tolist():
-                self.remove(row)
-            buckets, rows = buckets[~alone], rows[~alone]
-        numbers = self._buckets.take(buckets, axis=0).view(np.uint32)[:, ::2]
-        ways = (numbers == (rows + 1).view(np.uint32)[:, None]).argmax(axis=1)
-        self._entries[buckets * _WAYS + ways] = 0
+        places = self._place[rows].astype(np.intp)
+        if self._spilled:
+            some = [
+                place == _SPILLED or place // _WAYS in self._spilled for place in places.tolist()
+            ]
+            if any(some):
+                alone = np.array(some)
+                for row in rows[alone].tolist():
+                    self.remove(row)
+                places = places[~alone]
+        self._entries[places] = 0
 
     def rebuild(self, every: Rows) -> None:
         """Holds `every` row and no others from now on."""
@@ -230,17 +237,27 @@ class Digests:
         starts = run_starts(buckets)
         way = np.arange(len(buckets)) - np.repeat(starts, np.diff(starts, append=len(buckets)))
         rows = every[order]
-        entries = hashes[order] << np.uint64(32) | (rows + 1).astype(np.uint64)
+        entries = hashes[order] << _HALF | (rows + 1).view(np.uint64)
         fits = way < _WAYS
-        self._buckets.reshape(-1)[(buckets * _WAYS + way)[fits]] = entries[fits]
+        places = buckets * _WAYS + way
+        self._entries[places[fits]] = entries[fits]
+        self._place[rows] = np.where(fits, places, _SPILLED)
         for bucket, row in zip(buckets[~fits].tolist(), rows[~fits].tolist(), strict=True):
             self._spilled.setdefault(bucket, []).append(row)
 
     def check_integrity(self) -> None:
-        """Asserts that only full buckets spill. O(spilled rows)."""
+        """Asserts that only full buckets spill, and that places are known. O(slots)."""
+        taken = np.flatnonzero(self._entries)
+        here = (self._entries[taken] & _LOW_U64).view(np.int64) - 1
+        assert np.array_equal(self._place[here], taken), "a row knows where its entry is"
         for bucket, rows in self._spilled.items():
             assert rows and self._buckets[bucket].all(), "a bucket spills when it is full"
             assert all(self._home(row)[0] == bucket for row in rows)
+            assert all(self._place_at[row] == _SPILLED for row in rows)
+
+    def _put(self, row: int, place: int, entry: int) -> None:
+        self._entries_at[place] = entry
+        self._place_at[row] = place
 
     def _home(self, row: int) -> tuple[int, int]:
         """The bucket of a row that has its line, and its entry there."""

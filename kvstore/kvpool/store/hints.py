@@ -155,7 +155,7 @@ class Hints:
         elif policy.behind:
             counters.count_hint_end("ttl_mistrusted")
         else:
-            policy.demote(np.array(rows[::-1], np.int32))
+            policy.demote(np.array(rows[::-1], np.intp))
             counters.count_hint_end("ttl_demoted")
 
     def _unused_since(self, row: int, told_at: float) -> list[int]:

@@ -5,8 +5,9 @@ that a deletion finds what it orphans. What a match reads lies in one line per r
 blocks a row from eviction in dense columns.
 
 Columns are sized for `capacity` rows at once: the pages of a fresh anonymous mapping cost nothing
-until a row touches them, so the index grows without a pause. Bytes per row: line 64, table 16-32,
-siblings 12, what blocks it 12, state 1, and 16 for the extent of each part but the first. Single
+until a row touches them, so the index grows without a pause. Bytes per row: line 64, table 20-36,
+siblings 12, what blocks it 12, state 1, and 16 for the extent of each part but the first; 4 more
+for rows that were free at once. Single
 cells are read and written through memoryviews (`…_at[row]`) of the same memory, several times
 faster than NumPy's scalars.
 """
@@ -31,6 +32,9 @@ __all__ = [
     "Rows",
     "rows_for",
 ]
+
+Parents = npt.NDArray[np.int32]
+"""Of rows: what their columns say."""
 
 ROOT = -1
 """`parent` of the first chunk of a chain."""
@@ -71,6 +75,7 @@ class Index:
         lines = np.zeros(capacity + 1, LINE)  # the last one stands for NO_ROW
         self._digests = Digests(lines, seed)
         self._words = lines.view("<u8").reshape(-1, 8)
+        self._lines = _whole(self._words)
         self.find = self._digests.find
         self.find_one = self._digests.find_one
         self._seed = np.uint64(seed & (1 << 64) - 1)
@@ -86,15 +91,16 @@ class Index:
         """Per part and row: address and generation, valid where resident."""
         self.writing: dict[int, int] = {}
         """Bitmap of the parts that a writer holds, for the rows that have any."""
-        # Siblings form a doubly linked list, stored as row + 1 (0: none). So do free rows.
+        # Siblings form a doubly linked list, stored as row + 1 (0: none). Without a parent: none.
         self._first_child = np.zeros(capacity, np.int32)
         self._next = np.zeros(capacity, np.int32)
         self._previous = np.zeros(capacity, np.int32)
         self._cut: list[int] = []
-        self._free = 0
+        self._free = np.zeros(capacity, np.int32)  # a stack
         self._free_rows = 0
         self._fresh = 0  # rows from here on were never used
         self._bytes_at = memoryview(lines.view(np.uint8))
+        self._free_at = memoryview(self._free)
         self._first_child_at = memoryview(self._first_child)
         self._next_at = memoryview(self._next)
         self._previous_at = memoryview(self._previous)
@@ -158,21 +164,19 @@ class Index:
             for at in range(0, len(keys), 32):
                 parent = self.insert(namespace, keys[at : at + 32], parent)
                 few.append(parent)
-            return np.array(few, np.int32)
+            return np.array(few, np.intp)
         rows = self._take_rows(count)
-        above, below = rows[:-1], rows[1:]
+        above = rows[:-1]
         lines = np.zeros((count, 8), np.uint64)
         lines[:, :4] = words = np.frombuffer(keys, np.uint64).reshape(count, 4)
         lines[:, 4] = namespace
         links = lines.view(np.int32)[:, 9]
         links[0], links[1:] = ROOT, above
-        self._words[rows] = lines
-        self._first_child.put(above, below + 1)
-        self._next.put(rows, 0)
-        self._previous.put(rows, 0)
-        self.children.put(above, 1)
+        self._lines[rows] = _whole(lines)
+        self._first_child[above] = rows[1:] + 1
+        self.children[above] = 1
         state = LINKED if parent < 0 else self.state_at[parent]
-        self.state.put(rows, state)
+        self.state[rows] = state
         self._digests.add_all(rows, namespace, words[:, 0])
         self.count += count
         if parent >= 0:
@@ -200,9 +204,10 @@ class Index:
         self.count -= 1
         if not self.children_at[row]:
             return []
+        below = self.subtree(row)[1:]
         for child in self.children_of(row):
             self.parent_at[child] = ORPHAN
-        below = self.subtree(row)[1:]
+            self._next_at[child] = self._previous_at[child] = 0
         self.orphaned += int(np.count_nonzero(self.state[below] == LINKED))
         self.state[below] = ORPHANED
         self.children_at[row] = self._first_child_at[row] = 0
@@ -210,7 +215,7 @@ class Index:
 
     def cut(self, row: int) -> int:
         """A leaf goes with the next `unlink_cut`: its parent has it no longer. Returns that parent
-        if it is a leaf now, else NO_ROW. REQUIRES: `row` is linked, and no child of it is left."""
+        if it is idle now, else NO_ROW. REQUIRES: `row` is linked, and no child of it is left."""
         self._cut.append(row)
         parent = self.parent_at[row]
         self.parent_at[row] = ROOT
@@ -221,11 +226,11 @@ class Index:
             self._leave_siblings(row, parent)
             return NO_ROW
         self._first_child_at[parent] = 0
-        return parent
+        return NO_ROW if self.leases_at[parent] or self.pins_at[parent] else parent
 
     def unlink_cut(self) -> Rows:
         """Unlinks all leaves that were cut, at once; returns them in the order of `cut`."""
-        rows, self._cut = np.array(self._cut, np.int32), []
+        rows, self._cut = np.array(self._cut, np.intp), []
         if len(rows) <= _FEW:
             for row in rows.tolist():
                 self.unlink(row)
@@ -233,16 +238,19 @@ class Index:
         self._digests.remove_all(rows)
         if self.orphaned:
             self.orphaned -= int(np.count_nonzero(self.state[rows] == ORPHANED))
-        self.state.put(rows, UNLINKED)
+        self.state[rows] = UNLINKED
         self.count -= len(rows)
         return rows
 
     def release(self, row: int) -> None:
         """Gives an unlinked row back. REQUIRES: no lease, pin or part."""
         self.state_at[row] = FREE
-        self._next_at[row] = self._free
-        self._free = row + 1
+        self._free_at[self._free_rows] = row
         self._free_rows += 1
+
+    def idle(self, row: int) -> bool:
+        """Whether `row` has no lease, pin or child."""
+        return not (self.leases_at[row] or self.pins_at[row] or self.children_at[row])
 
     def children_of(self, row: int) -> list[int]:
         out = []
@@ -263,11 +271,11 @@ class Index:
     def linked_rows(self) -> Rows:
         """Ascending, orphans included."""
         state = self.state[: self._fresh]
-        return np.flatnonzero((state == LINKED) | (state == ORPHANED)).astype(np.int32)
+        return np.flatnonzero((state == LINKED) | (state == ORPHANED))
 
     def live_rows(self) -> Rows:
         """Linked rows and those that only a lease keeps."""
-        return np.flatnonzero(self.state[: self._fresh]).astype(np.int32)
+        return np.flatnonzero(self.state[: self._fresh])
 
     def ensure_parts(self, parts: int) -> None:
         """Extent columns for at least `parts` parts per chunk."""
@@ -282,19 +290,17 @@ class Index:
         self.orphaned -= int(np.count_nonzero(self.state[rows] == ORPHANED))
         self.state[rows] = UNLINKED
         self.parent[rows] = ROOT
-        self.children[rows] = 0
-        self._first_child[rows] = 0
+        for column in (self.children, self._first_child, self._next, self._previous):
+            column[rows] = 0
         self.count -= len(rows)
         self._digests.rebuild(self.linked_rows())
 
     def release_all(self, rows: Rows) -> None:
         """`release` of many."""
-        if len(rows):
-            self.state[rows] = FREE
-            self._next[rows[:-1]] = rows[1:] + 1
-            self._next[rows[-1]] = self._free
-            self._free = int(rows[0]) + 1
-            self._free_rows += len(rows)
+        self.state[rows] = FREE
+        end = self._free_rows + len(rows)
+        self._free[self._free_rows : end] = rows[::-1]
+        self._free_rows = end
 
     def load(
         self,
@@ -313,12 +319,12 @@ class Index:
         self._words[:count, :4] = keys.view("<u8")
         self.namespace[:count] = namespaces
         self._fresh = self.count = count
-        self._digests.rebuild(np.arange(count, dtype=np.int32))
+        self._digests.rebuild(np.arange(count))
         parent = self._load_parents(namespaces, keys, parents, roots)
         self.parent[:count] = parent
         begins, below = self._load_siblings(parent)
         linked, orphaned = (
-            self._load_order(np.flatnonzero(parent == head).astype(np.int32), begins, below)
+            self._load_order(np.flatnonzero(parent == head), begins, below)
             for head in (ROOT, ORPHAN)
         )
         self.state[:count], self.state[orphaned] = LINKED, ORPHANED
@@ -333,7 +339,7 @@ class Index:
         keys: npt.NDArray[np.uint8],
         parents: npt.NDArray[np.uint8],
         roots: npt.NDArray[np.bool_],
-    ) -> Rows:
+    ) -> Parents:
         """Of each loaded row, in the table already. Keys and parents are sorted, and laid side by
         side: to look for each parent in the table takes three times as long."""
         sorted_keys, rows = in_order(keys.view(">u8")[:, 0].astype(np.uint64))
@@ -352,15 +358,15 @@ class Index:
             parent[mine] = np.where(found == NO_ROW, ORPHAN, found)
         return parent
 
-    def _load_siblings(self, parent: Rows) -> tuple[Rows, Rows]:
+    def _load_siblings(self, parent: Parents) -> tuple[Rows, Rows]:
         """Links the rows that have a parent. Returns these, siblings together, and where the
         children of each row begin among them."""
-        below = np.flatnonzero(parent >= 0).astype(np.int32)
+        below = np.flatnonzero(parent >= 0)
         # A row number has 31 bits: as the uppermost ones they all count.
         below = below[in_order(parent[below].astype(np.uint64) << np.uint64(33))[1]]
         above = parent[below]
         starts = run_starts(above)
-        begins = np.zeros(len(parent), np.int32)
+        begins = np.zeros(len(parent), np.intp)
         begins[above[starts]] = starts
         self.children[above[starts]] = np.diff(starts, append=len(above))
         self._first_child[above[starts]] = below[starts] + 1
@@ -381,26 +387,23 @@ class Index:
         return np.concatenate(generations)
 
     def _take_row(self) -> int:
-        if not self._free:
+        if not self._free_rows:
             self._fresh += 1
             return self._fresh - 1
-        row = self._free - 1
-        self._free = self._next_at[row]
         self._free_rows -= 1
-        return row
+        return self._free_at[self._free_rows]
 
     def _take_rows(self, count: int) -> Rows:
         """As many `_take_row`."""
-        rows: list[int] = []
-        free, next_at = self._free, self._next_at
-        while free and len(rows) < count:
-            rows.append(free - 1)
-            free = next_at[free - 1]
-        self._free = free
-        self._free_rows -= len(rows)
-        fresh = self._fresh
-        self._fresh += count - len(rows)
-        return np.array([*rows, *range(fresh, self._fresh)], np.int32)
+        again = min(count, self._free_rows)
+        left = self._free_rows - again
+        rows = self._free[left : self._free_rows][::-1].astype(np.intp)
+        self._free_rows = left
+        if again < count:
+            fresh = self._fresh
+            self._fresh += count - again
+            rows = np.append(rows, np.arange(fresh, self._fresh))
+        return rows
 
     def _attach(self, row: int, parent: int) -> None:
         head = self._first_child_at[parent]
@@ -427,6 +430,7 @@ class Index:
             self._first_child_at[parent] = after
         if after:
             self._previous_at[after - 1] = before
+        self._next_at[row] = self._previous_at[row] = 0
 
     # ---- integrity
 
@@ -456,8 +460,15 @@ class Index:
         assert (self.leases[live] >= 0).all() and (self.pins[live] >= 0).all()
         for row, parts in self.writing.items():
             assert parts and self.state_at[row] and not parts & self.resident_at[row]
-        free, length = self._free, 0
-        while free:
-            assert self.state_at[free - 1] == FREE and length < self._free_rows
-            free, length = self._next_at[free - 1], length + 1
-        assert length == self._free_rows
+        free = self._free[: self._free_rows]
+        assert len(np.unique(free)) == len(free) and not self.state[free].any(), "free rows"
+        apart = self.parent[: self._fresh] < 0
+        assert not self._next[: self._fresh][apart].any(), "siblings have a parent"
+        assert not self._previous[: self._fresh][apart].any(), "siblings have a parent"
+        assert not self.children[free].any() and not self._first_child[free].any()
+
+
+def _whole(lines: npt.NDArray[np.uint64]) -> npt.NDArray[np.void]:
+    """`lines` (n, 8) as n items: NumPy writes an item several times faster than a row of eight."""
+    items: npt.NDArray[np.void] = lines.view("V64")[:, 0]
+    return items

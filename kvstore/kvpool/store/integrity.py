@@ -40,7 +40,7 @@ def _check_rows(room: Room, leases: Leases, pins: Pins) -> None:
             zombies += 1
             assert leased[row], "a deleted row that nothing holds"
         else:
-            assert stored or not room.idle(row), "an empty row that nothing holds"
+            assert stored or not room.index.idle(row), "an empty row that nothing holds"
             known_rows[room.namespaces.by_id[index.namespace_at[row]].policy] += stored
         parent = index.parent_at[row]
         if stored and parent >= 0:

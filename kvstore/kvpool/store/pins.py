@@ -59,7 +59,7 @@ class Pins:
         pin = self._pins.get(name, Pin())
         if len(pin.ends) >= CLAIMS_MAX:
             raise BusyError(f"this chain was pinned {CLAIMS_MAX} times; unpin it, or give a TTL")
-        fresh = np.array([row for row in rows.tolist() if row not in pin.rows], np.int32)
+        fresh = np.array([row for row in rows.tolist() if row not in pin.rows], np.intp)
         index = self._room.index
         nbytes = self._room.nbytes_of(fresh[index.pins[fresh] == 0]).sum()
         self._check_bound(known, int(nbytes))
@@ -114,7 +114,7 @@ class Pins:
 
     def _end(self, name: PinName) -> None:
         index, known = self._room.index, self._room.namespaces.by_id[name[0]]
-        rows = np.fromiter(self._pins.pop(name).rows, np.int32)
+        rows = np.fromiter(self._pins.pop(name).rows, np.intp)
         index.pins[rows] -= 1
         free = rows[index.pins[rows] == 0]
         known.account.pinned -= int(self._room.nbytes_of(free).sum())

@@ -49,7 +49,7 @@ class Reads:
             rows = self._few(known, mask, keys)
             if rows is not None:
                 first = b"".join([self._index.extent_bytes(row) for row in rows])
-                return Run(len(rows), np.array(rows, np.int32), first, mask, indices)
+                return Run(len(rows), np.array(rows, np.intp), first, mask, indices)
         found = self._index.find(known.id, keys)
         hits = self._servable(known, mask, found)
         first = found.extents[:hits].tobytes() if indices == (0,) else b""

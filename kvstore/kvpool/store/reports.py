@@ -57,7 +57,7 @@ def figures(
     room: Room, leases: Iterable[Lease], sessions: Iterable[StoreSession]
 ) -> dict[str, int]:
     """Bytes by what holds them."""
-    held = [np.empty(0, np.int32), *(lease.rows for lease in leases)]
+    held = [np.empty(0, np.intp), *(lease.rows for lease in leases)]
     rows = np.unique(np.concatenate(held))
     sizes = room.nbytes_of(rows)
     leased = int(sizes.sum())

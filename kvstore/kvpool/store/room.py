@@ -23,7 +23,7 @@ from kvpool.store.allocator import SlabAllocator, segment_size
 from kvpool.store.eviction import make_policy
 from kvpool.store.eviction.base import Facts, Policy, least_recent
 from kvpool.store.ghosts import Ghosts
-from kvpool.store.index import FREE, NO_ROW, UNLINKED, Index, Rows
+from kvpool.store.index import FREE, UNLINKED, Index, Rows
 from kvpool.store.learned import Learned, Lessons
 from kvpool.store.namespaces import KnownNamespace, Namespaces, Shape
 from kvpool.store.records import Counters, StoreOptions
@@ -242,10 +242,6 @@ class Room:
         idle: npt.NDArray[np.bool_] = held == 0
         return idle
 
-    def idle(self, row: int) -> bool:
-        index = self.index
-        return not (index.leases_at[row] or index.pins_at[row] or index.children_at[row])
-
     def protect(self, rows: Rows) -> None:
         """One lease more on each of `rows`, which are distinct."""
         if len(rows) > _FEW:
@@ -299,7 +295,7 @@ class Room:
                 else:
                     self.settle(row)
         if idle:
-            known.policy.unblock(np.array(idle, np.int32))
+            known.policy.unblock(np.array(idle, np.intp))
 
     def unprotect_by(
         self,
@@ -324,14 +320,14 @@ class Room:
     def settle(self, row: int) -> None:
         """`row` has lost a lease, pin or child; if it is idle now, it goes its way."""
         index = self.index
-        while row >= 0 and self.idle(row) and index.state_at[row] != FREE:
+        while row >= 0 and index.idle(row) and index.state_at[row] != FREE:
             if index.state_at[row] == UNLINKED:
                 self.zombies -= 1
                 self._free(self._take_apart(row))
                 return
             if index.resident_at[row]:
                 policy = self.namespaces.by_id[index.namespace_at[row]].policy
-                policy.unblock(np.array([row], np.int32))
+                policy.unblock(np.array([row], np.intp))
                 return
             parent = index.parent_at[row]
             index.unlink(row)
@@ -349,10 +345,10 @@ class Room:
         self.ghosts.add(known.id, index.key_bytes(row), reason)
         parent, stored = index.parent_at[row], index.resident_at[row] != 0
         if stored:
-            known.policy.forget(np.array([row], np.int32))
+            known.policy.forget(np.array([row], np.intp))
         orphans = [below for below in index.unlink(row) if index.resident_at[below]]
         if orphans:
-            known.policy.demote(np.array(orphans, np.int32))
+            known.policy.demote(np.array(orphans, np.intp))
         if index.leases_at[row]:
             self.zombies += 1
         else:
@@ -400,11 +396,11 @@ class Room:
 
     def _evict_from(self, policies: Sequence[Policy], n: int, reason: str) -> int:
         if len(policies) == 1:
-            evicted = policies[0].evict(n, self._gone)
+            evicted = policies[0].evict(n, self.index.cut)
         else:
             evicted = 0
             while evicted < n and (policy := least_recent(policies, self.used_at)) is not None:
-                evicted += policy.evict(1, self._gone)
+                evicted += policy.evict(1, self.index.cut)
         self._bury(reason)
         return evicted
 
@@ -419,11 +415,6 @@ class Room:
             taken[tenant] += int(sizes[spaces == number].sum())
         others = [(self.accounts.of(t), n) for t, n in taken.items() if t != account.tenant]
         return all(n <= other.spare or not other.limits.reserve for other, n in others)
-
-    def _gone(self, row: int) -> int:
-        """A policy lets go of an idle row. Returns the parent if that is idle now."""
-        parent = self.index.cut(row)
-        return parent if parent >= 0 and self.idle(parent) else NO_ROW
 
     def _bury(self, reason: str) -> None:
         """What policies let go of leaves the store."""
@@ -499,13 +490,13 @@ class Room:
     def _evict_all(self, rows: Sequence[int]) -> None:
         """Evicts rows without leases or pins, and with all that is below them."""
         index = self.index
-        doomed, every = set(rows), np.array(rows, np.int32)
+        doomed, every = set(rows), np.array(rows, np.intp)
         for namespace in np.unique(index.namespace[every]).tolist():
             policy = self.namespaces.by_id[namespace].policy
             policy.forget(every[index.namespace[every] == namespace])
         leaves = [row for row in rows if not index.children_at[row]]
         for row in leaves:
-            above, parent = index.parent_at[row], self._gone(row)
+            above, parent = index.parent_at[row], index.cut(row)
             if parent in doomed:
                 leaves.append(parent)
             else:

@@ -76,7 +76,7 @@ def to_empty(tier: Tier, slot: int, before: float, may_go: Callable[[Rows], bool
             break
         first, end = np.searchsorted(segments, [segment, segment + 1])
         doomed = _with_descendants(tier.index, np.unique(rows[first:end]), len(cheapest))
-        if doomed and may_go(np.array(doomed, np.int32)):
+        if doomed and may_go(np.array(doomed, np.intp)):
             # A chain's segments were all used at once: the one at its end costs least.
             cheapest, reached = doomed, float(last_use[segment])
     return cheapest

@@ -33,7 +33,7 @@ class Plan:
     """
 
     outcomes: npt.NDArray[np.uint8]
-    chain: Rows = field(default_factory=lambda: np.empty(0, np.int32))
+    chain: Rows = field(default_factory=lambda: np.empty(0, np.intp))
     items: dict[int, WriteItem] = field(default_factory=dict)
 
     def extents(self) -> bytes:
@@ -211,7 +211,7 @@ class Writes:
         if promoted:
             self._room.counters.published_bytes = before
         if stored:
-            rows = np.array(stored, np.int32)
+            rows = np.array(stored, np.intp)
             self._room.used_at[rows] = now
             known.policy.admit(rows)
             if not promoted:
@@ -294,4 +294,4 @@ class Writes:
 
 def _as_rows(rows: Iterable[int]) -> Rows:
     """Those that there are."""
-    return np.array([row for row in rows if row >= 0], np.int32)
+    return np.array([row for row in rows if row >= 0], np.intp)

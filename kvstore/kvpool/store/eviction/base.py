@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-Rows = NDArray[np.int32]
+Rows = NDArray[np.intp]
 """Row numbers, shape ``(n,)``."""
 Evictable = Callable[[Rows], NDArray[np.bool_]]
 """True where a row may go now: it has no children, lease or pin. The store's knowledge."""
@@ -142,14 +142,14 @@ UNKNOWN = 0
 
 def require_known(states: NDArray[np.uint8], rows: Rows) -> None:
     """Raises `ValueError` if one of `rows` is not known by `states`."""
-    found = states.take(rows)
+    found = states[rows]
     if np.count_nonzero(found) < len(rows):
         raise ValueError(f"rows that were never admitted: {rows[found == UNKNOWN]}")
 
 
 def require_unknown(states: NDArray[np.uint8], rows: Rows) -> None:
     """Raises `ValueError` if one of `rows` is known by `states`."""
-    found = states.take(rows)
+    found = states[rows]
     if np.count_nonzero(found):
         raise ValueError(f"rows that are known already: {rows[found != UNKNOWN]}")
 
@@ -173,5 +173,5 @@ def evict_in_turn(policy: Policy, n: int, gone: Gone) -> int:
         policy.forget(victim)
         parent = gone(int(victim[0]))
         if parent >= 0:
-            policy.unblock(np.array([parent], np.int32))
+            policy.unblock(np.array([parent], np.intp))
     return n

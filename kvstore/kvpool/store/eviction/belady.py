@@ -63,7 +63,7 @@ class BeladyPolicy:
         found = self._take(n)
         for entry in found:
             self._put(entry)
-        return np.array([row for _, _, row in found], np.int32)
+        return np.array([row for _, _, row in found], np.intp)
 
     def evict(self, n: int, gone: Gone) -> int:
         self._flush()
@@ -101,7 +101,7 @@ class BeladyPolicy:
 
     def check_integrity(self) -> None:
         self._flush()
-        known = np.flatnonzero(self._state).astype(np.int32)
+        known = np.flatnonzero(self._state)
         assert len(known) == self._known, "the count of known rows"
         heaped = {row for _, stamp, row in self._heap if self._stamp[row] == stamp}
         reachable = heaped | self._demoted.offered()
@@ -139,7 +139,7 @@ class BeladyPolicy:
                 continue
             if self._state_at[row] != _HEAPED:
                 continue
-            if self._evictable(np.array([row], np.int32))[0]:
+            if self._evictable(np.array([row], np.intp))[0]:
                 out.append(entry)
             else:
                 self._state_at[row] = _BLOCKED

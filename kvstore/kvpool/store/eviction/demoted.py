@@ -63,7 +63,7 @@ class Demoted:
             order, row = heappop(self._heap)
             if self._order.get(row) != order or self._heap[:1] == [(order, row)]:
                 continue  # stale, or offered twice: equal entries come up one after the other
-            if evictable(np.array([row], np.int32))[0]:
+            if evictable(np.array([row], np.intp))[0]:
                 taken.going.append((_VALUE, order, row))
             else:
                 taken.blocked.append(row)

@@ -205,7 +205,7 @@ class Experience:
         bucket = bisect_right(_LIMITS, self._clock + int(self._stride) - stamp)
         value: float = self._index_at[self._classes_at[row] * BUCKETS + bucket]
         if self._depths is not None:
-            value *= 1 + self._cost * float(self._depths(np.array([row], np.int32))[0])
+            value *= 1 + self._cost * float(self._depths(np.array([row], np.intp))[0])
         return value, stamp, row
 
     # ---- learning

@@ -54,7 +54,7 @@ class _Block:
     __slots__ = ("end", "rows", "stamps", "start")
 
     def __init__(self, size: int) -> None:
-        self.rows = np.empty(size, np.int32)
+        self.rows = np.empty(size, np.intp)
         self.stamps = np.empty(size, np.int64)
         self.start = self.end = 0
 
@@ -70,40 +70,38 @@ class _Block:
 
 
 class _Walk:
-    """Evicts along the log: `over` entries in their order, each once."""
+    """Evicts `n` rows along the log: `over` entries in their order, each once."""
 
-    __slots__ = (
-        "_gone",
-        "_stamp_at",
-        "_state_at",
-        "dropped",
-        "evicted",
-        "freed",
-        "missing",
-        "passed",
-    )
+    __slots__ = ("_gone", "_n", "_stamp_at", "_state_at", "aside", "evicted", "freed", "passed")
 
     def __init__(
         self, n: int, gone: Gone, stamp_at: memoryview[int], state_at: memoryview[int]
     ) -> None:
-        self.missing = n
+        self._n = n
+        self._gone = gone
+        self._stamp_at = stamp_at
+        self._state_at = state_at
         self.evicted: list[int] = []
         self.passed: list[int] = []
         """Blocked when the walk came by; some were freed and evicted afterwards."""
         self.freed: set[int] = set()
-        """Parents that may go now and did not: the log has them."""
-        self.dropped: list[tuple[int, int]] = []
-        """The same (stamp and row, a heap), which the log has no longer."""
-        self._gone = gone
-        self._stamp_at = stamp_at
-        self._state_at = state_at
+        """Parents that may go now and did not: the walk comes by."""
+        self.aside: list[tuple[int, int]] = []
+        """The same (stamp and row, a heap), but the walk has passed them, or an earlier one has
+        dropped them."""
+
+    @property
+    def missing(self) -> int:
+        return self._n - len(self.evicted)
 
     def over(self, rows: list[int], stamps: list[int], good: list[bool]) -> int:
         """Evicts those that are good or were freed; returns the last stamp that was looked at."""
-        freed, dropped = self.freed, self.dropped
+        freed, aside = self.freed, self.aside
         last = stamps[0] - 1 if stamps else 0
         for row, stamp, may_go in zip(rows, stamps, good, strict=True):
-            if dropped and dropped[0][0] < stamp and not self.catch_up(stamp):
+            if aside and aside[0][0] < stamp:
+                self.catch_up(stamp)
+            if len(self.evicted) == self._n:
                 break
             last = stamp
             if row in freed:
@@ -112,29 +110,20 @@ class _Walk:
                 self.passed.append(row)
                 continue
             self._evict(row, stamp)
-            if not self.missing:
-                break
         return last
 
-    def catch_up(self, stamp: float) -> bool:
-        """Evicts what was dropped from the log and is older than `stamp`; False at the end."""
-        while self.dropped and self.dropped[0][0] < stamp and self.missing:
-            older, row = heappop(self.dropped)
+    def catch_up(self, stamp: float) -> None:
+        """Evicts what is aside and older than `stamp`."""
+        while self.aside and self.aside[0][0] < stamp and self.missing:
+            older, row = heappop(self.aside)
             self._evict(row, older)
-        return self.missing > 0
 
     def _evict(self, row: int, stamp: int) -> None:
-        """With the parents that it frees, as long as they are older."""
         self.evicted.append(row)
-        self.missing -= 1
         parent = self._gone(row)
-        while parent >= 0 and self._stamp_at[parent] < stamp and self.missing:
-            self.evicted.append(parent)
-            self.missing -= 1
-            parent = self._gone(parent)
         if parent >= 0:
-            if self._state_at[parent] == _DROPPED:
-                heappush(self.dropped, (self._stamp_at[parent], parent))
+            if self._stamp_at[parent] < stamp or self._state_at[parent] == _DROPPED:
+                heappush(self.aside, (self._stamp_at[parent], parent))
             else:
                 self.freed.add(parent)
 
@@ -142,7 +131,7 @@ class _Walk:
 class LruPolicy:
     """See `kvpool.store.eviction.base.Policy`.
 
-    Memory: 9 bytes per row of the capacity and at most 24 per known row. Time: what a walk finds
+    Memory: 9 bytes per row of the capacity and at most 32 per known row. Time: what a walk finds
     dead or blocked is paid for once; the longest call is the walk over rows that are all blocked.
     """
 
@@ -190,7 +179,7 @@ class LruPolicy:
         self._rejoin()
         if n == 1 and len(head := self._evictable_head()):
             return head
-        found = [np.empty(0, np.int32)]
+        found = [np.empty(0, np.intp)]
         missing, window = n, max(_WINDOW_ROWS, 2 * n)
         index, position = 0, self._log[0].start
         while missing > 0 and (at := self._reach(index, position)):
@@ -215,7 +204,7 @@ class LruPolicy:
             parent = gone(int(head[0]))
             self._leave(head)
             if parent >= 0:
-                self.unblock(np.array([parent], np.int32))
+                self.unblock(np.array([parent], np.intp))
             return 1
         walk = _Walk(n, gone, self._stamp_at, self._state_at)
         index, position, window = 0, self._log[0].start, n + _WINDOW_ROWS
@@ -224,9 +213,10 @@ class LruPolicy:
             block = self._log[index]
             stop = min(position + window, block.end)
             rows, stamps = block.view(position, stop)
-            live = self._stamp.take(rows) == stamps
-            rows, stamps = rows[live], stamps[live]
-            good = self._state.take(rows) == _LOGGED
+            live = self._stamp[rows] == stamps
+            if np.count_nonzero(live) < len(rows):
+                rows, stamps = rows[live], stamps[live]
+            good = self._state[rows] == _LOGGED
             good &= self._evictable(rows)
             last = walk.over(rows.tolist(), stamps.tolist(), good.tolist())
             if walk.missing > 0:
@@ -238,10 +228,10 @@ class LruPolicy:
         self._drop_before(index, position)
         if walk.passed:
             self._state[walk.passed] = _DROPPED
-        self._leave(np.array(walk.evicted, np.int32))
-        freed = [*walk.freed, *(row for _, row in walk.dropped)]
+        self._leave(np.array(walk.evicted, np.intp))
+        freed = [*walk.freed, *(row for _, row in walk.aside)]
         if freed:
-            self.unblock(np.array(freed, np.int32))
+            self.unblock(np.array(freed, np.intp))
         return len(walk.evicted)
 
     def _reach(self, index: int, position: int) -> tuple[int, int] | None:
@@ -254,8 +244,8 @@ class LruPolicy:
         return index, position
 
     def _leave(self, rows: Rows) -> None:
-        self._stamp.put(rows, 0)
-        self._state.put(rows, UNKNOWN)
+        self._stamp[rows] = 0
+        self._state[rows] = UNKNOWN
         self._known -= len(rows)
         self._clean_after(len(rows))
 
@@ -311,11 +301,11 @@ class LruPolicy:
         assert np.array_equal(live, np.flatnonzero(in_log)), (
             "one live entry for each row in the log"
         )
-        returning = np.concatenate([np.empty(0, np.int32), *self._returning])
+        returning = np.concatenate([np.empty(0, np.intp), *self._returning])
         returning = returning[self._state[returning] == _RETURNING]
         assert np.array_equal(np.sort(returning), np.flatnonzero(self._state == _RETURNING))
         blocked = np.flatnonzero((self._state == _BLOCKED) | (self._state == _DROPPED))
-        lost = self._evictable(blocked.astype(np.int32))
+        lost = self._evictable(blocked.astype(np.intp))
         assert not lost.any(), f"rows {blocked[lost]} are evictable, but nobody called unblock()"
 
     def _flush(self) -> None:
@@ -327,10 +317,10 @@ class LruPolicy:
         require_known(self._state, rows)
         stamps = np.arange(self._newest + 1, self._newest + 1 + len(rows))
         self._newest += len(rows)
-        self._state.put(rows, _LOGGED)
-        self._stamp.put(rows, stamps)
+        self._state[rows] = _LOGGED
+        self._stamp[rows] = stamps
         if len(pending) > _FEW_USES:  # of a row's several uses, only the last needs an entry
-            last = self._stamp.take(rows) == stamps
+            last = self._stamp[rows] == stamps
             rows, stamps = rows[last], stamps[last]
         self._append(rows, stamps)
         self._clean_after(len(rows))
@@ -347,7 +337,7 @@ class LruPolicy:
                 if self._state[row] == _LOGGED and self._evictable(head)[0]:
                     return head.copy()
                 break
-        return np.empty(0, np.int32)
+        return np.empty(0, np.intp)
 
     def _sift(self, block: _Block, start: int, stop: int, *, drop: bool) -> tuple[Rows, int]:
         """The evictable rows among entries ``[start, stop)``, and the position of the first.

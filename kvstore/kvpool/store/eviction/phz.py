@@ -158,7 +158,7 @@ class PhzPolicy:
         self._demoted.put(first)
         self._fill(n - len(first))
         front = [*first, *islice(self._queue, n - len(first))]
-        return np.array([row for _, _, row in front], np.int32)
+        return np.array([row for _, _, row in front], np.intp)
 
     def evict(self, n: int, gone: Gone) -> int:
         if self._demoted or _PENDING_SHARE * self._pending_rows > self._known:
@@ -213,7 +213,7 @@ class PhzPolicy:
                     break
         self._drop(evicted)
         if spared:
-            self.unblock(np.array(spared, np.int32))
+            self.unblock(np.array(spared, np.intp))
         return len(evicted)
 
     def statistics(self) -> Mapping[str, int]:
@@ -253,7 +253,7 @@ class PhzPolicy:
     def check_integrity(self) -> None:
         self._flush()
         state = self._state
-        known = np.flatnonzero(state).astype(np.int32)
+        known = np.flatnonzero(state)
         assert len(known) == self._known, "the count of known rows"
         assert np.array_equal(known, np.flatnonzero(self._experience.stamps)), (
             "a stamp exactly for known rows"
@@ -262,7 +262,7 @@ class PhzPolicy:
         assert np.array_equal(np.sort(self._open.all()), np.flatnonzero(state == _OPEN))
         offered = self._demoted.offered()
         assert set(np.flatnonzero(state == _FIRST).tolist()) <= offered, "demoted, and offered"
-        fresh = np.concatenate([np.empty(0, np.int32), *self._fresh])
+        fresh = np.concatenate([np.empty(0, np.intp), *self._fresh])
         assert set(np.flatnonzero(state == _FRESH).tolist()) <= set(fresh.tolist())
         blocked = known[state[known] == _BLOCKED]
         lost = self._evictable(blocked)
@@ -362,7 +362,7 @@ class PhzPolicy:
             return False
         if row in self._waiting:
             return False
-        return bool(self._evictable(np.array([row], np.int32))[0])
+        return bool(self._evictable(np.array([row], np.intp))[0])
 
     def _still_among(self, entries: list[Entry]) -> list[Entry]:
         """`_still` of many."""
@@ -372,7 +372,7 @@ class PhzPolicy:
             return []
         _, stamps, rows = (np.array(column) for column in zip(*entries, strict=True))
         same = (self._experience.stamps[rows] == stamps) & (self._state[rows] == _OPEN)
-        same[same] = self._evictable(rows[same].astype(np.int32))
+        same[same] = self._evictable(rows[same].astype(np.intp))
         return list(compress(entries, same.tolist()))
 
     def _fill(self, n: int) -> bool:
@@ -429,7 +429,7 @@ class PhzPolicy:
         self._fresh.append(rows)
         self._fresh_rows += len(rows)
         if self._fresh_rows > len(self._state) + _FRESH_ROWS:  # most are fresh no longer
-            waiting = np.flatnonzero(self._state == _FRESH).astype(np.int32)
+            waiting = np.flatnonzero(self._state == _FRESH)
             starts = range(0, len(waiting), _FRESH_ROWS)
             self._fresh = [waiting[start : start + _FRESH_ROWS] for start in starts]
             self._fresh_rows = len(waiting)

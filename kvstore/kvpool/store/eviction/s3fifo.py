@@ -120,7 +120,7 @@ class S3FifoPolicy:
         self._demoted.put(first)
         self._find(n - len(first))
         found = [*first, *islice(self._ready, n - len(first))]
-        return np.array([entry[-1] for entry in found], np.int32)
+        return np.array([entry[-1] for entry in found], np.intp)
 
     def evict(self, n: int, gone: Gone) -> int:
         self._flush()
@@ -140,7 +140,7 @@ class S3FifoPolicy:
 
     def check_integrity(self) -> None:
         self._flush()
-        known = np.flatnonzero(self._state).astype(np.int32)
+        known = np.flatnonzero(self._state)
         assert len(known) == sum(self._rows), "the count of known rows"
         entries = [entry for queue in (*self._queues, self._ready) for entry in queue]
         live = [row for place, row in entries if self._place[row] == place]
@@ -217,7 +217,7 @@ class S3FifoPolicy:
 
     def _make_ready(self, entries: list[Slot]) -> None:
         """Those of the entries that may go and were not used since."""
-        rows = np.array([row for _, row in entries], np.int32)
+        rows = np.array([row for _, row in entries], np.intp)
         for entry, good in zip(entries, self._evictable(rows).tolist(), strict=True):
             row = entry[1]
             if self._uses_at[row]:

@@ -144,7 +144,7 @@ class Demotion:
             admission = self._admissions.get(policy)
             if admission is None:
                 admission = self._admissions[policy] = make_admission(self._admission, policy)
-            answers = admission.admits(np.array(asked, np.int32)).tolist()
+            answers = admission.admits(np.array(asked, np.intp)).tolist()
             worth.update(zip(asked, answers, strict=True))
             self.declined_chunks += answers.count(False)
         # Who is used again is no victim for a while, and is asked again afterwards.
@@ -228,7 +228,7 @@ class Demotion:
         )
         if shelf.tier.write(draft) is not None:
             return False
-        lease = self._store.hold(known, np.array([row], np.int32))
+        lease = self._store.hold(known, np.array([row], np.intp))
         self._writing[key] = _Writing(known, draft, lease)
         return True
 

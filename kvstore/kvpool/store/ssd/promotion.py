@@ -159,7 +159,7 @@ class Promotion:
                 break
             found.append(row)
         if found:
-            rows = np.array(found, np.int32)
+            rows = np.array(found, np.intp)
             store.extend(lease, rows)
             self._shelf.unprotect(cold.rows[cold.taken : cold.taken + len(found)])
             cold.taken += len(found)
@@ -231,7 +231,7 @@ class Promotion:
         for number, _ in kept:  # the bytes say which write they are: that stays
             generation = found[number % parts].generation
             lease.items[number] = lease.items[number]._replace(generation=generation)
-        row = np.array([shelf_row], np.int32)
+        row = np.array([shelf_row], np.intp)
         chunk = _Chunk(key, row, lease_id, [number for number, _ in kept])
         climb.chunks.append(chunk)
         self._climbs[key] = climb

@@ -169,9 +169,6 @@ class Shelf:
         idle: npt.NDArray[np.bool_] = (self.index.leases[rows] | self.index.children[rows]) == 0
         return idle
 
-    def _idle(self, row: int) -> bool:
-        return not (self.index.leases_at[row] or self.index.children_at[row])
-
     # ---- what holds rows
 
     def use(self, known: KnownNamespace, rows: Rows) -> None:
@@ -188,13 +185,13 @@ class Shelf:
         index = self.index
         for row in rows[::-1].tolist():
             index.leases_at[row] -= 1
-            if not self._idle(row):
+            if not index.idle(row):
                 continue
             if index.state_at[row] == UNLINKED:
                 self.tier.release(self._take_apart(row))
             else:
                 known = self.known[index.namespace_at[row]]
-                self.policy_of(known).unblock(np.array([row], np.int32))
+                self.policy_of(known).unblock(np.array([row], np.intp))
         self.tier.flush()
 
     # ---- coming and going
@@ -218,7 +215,7 @@ class Shelf:
             self._sums[extent.part][row] = extent.sum
             index.resident_at[row] |= 1 << extent.part
         if fresh:
-            self.policy_of(known).admit(np.array([row], np.int32))
+            self.policy_of(known).admit(np.array([row], np.intp))
         return True
 
     def remove(
@@ -232,18 +229,18 @@ class Shelf:
         index, policy = self.index, self.policy_of(known)
         self.ghosts.add(known.id, key, reason)
         parent = index.parent_at[row]
-        policy.forget(np.array([row], np.int32))
+        policy.forget(np.array([row], np.intp))
         orphans = index.unlink(row)
         if orphans:
-            policy.demote(np.array(orphans, np.int32))
+            policy.demote(np.array(orphans, np.intp))
         self.tier.delete(key)
         if damaged:
             self.tier.quarantine(self.extents(row, range(len(known.extent_bytes))))
             index.resident_at[row] = 0
         if not index.leases_at[row]:
             self.tier.release(self._take_apart(row))
-        if parent >= 0 and self._idle(parent):
-            policy.unblock(np.array([parent], np.int32))
+        if parent >= 0 and self.index.idle(parent):
+            policy.unblock(np.array([parent], np.intp))
         self.tier.flush()
         return True
 
@@ -259,10 +256,10 @@ class Shelf:
         policies = self._policies_with(slot)
         evicted = 0
         if len(policies) == 1:
-            evicted = policies[0].evict(count, self._gone)
+            evicted = policies[0].evict(count, self.index.cut)
         else:
             while evicted < count and (policy := least_recent(policies, self.used_at)) is not None:
-                evicted += policy.evict(1, self._gone)
+                evicted += policy.evict(1, self.index.cut)
         for row in self.index.unlink_cut().tolist():
             key = self.index.key_bytes(row)
             self.ghosts.add(self.index.namespace_at[row], key, Reason.EVICTED)
@@ -316,10 +313,6 @@ class Shelf:
     def segments_of(self, addresses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The allocator's segment of each address."""
         return self.slabs.segments_of(addresses)
-
-    def _gone(self, row: int) -> int:
-        parent = self.index.cut(row)
-        return parent if parent >= 0 and self._idle(parent) else NO_ROW
 
     def _take_apart(self, row: int) -> list[Extent]:
         """Gives an unlinked row back; returns the extents that it had."""
