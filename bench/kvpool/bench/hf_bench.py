@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.bench.children import Child, ChildError, Children
-from kvpool.bench.engines import Sample
+from kvpool.bench.engines import HITS, Sample
 from kvpool.bench.foreign import converted_model, environment
 from kvpool.bench.processes import running_daemon
 
@@ -38,8 +38,8 @@ def samples(
                     _check(done["published"], store * (length // CHUNK_TOKENS), done)
         with Children() as children:
             reader = _Engine(children, python, model, daemon.address)
-            for number, (length, prompt) in enumerate(rounds):
-                progress(f"hits {number + 1}/{len(rounds)}")
+            for number, (length, prompt) in enumerate(rounds * HITS):
+                progress(f"hits {number + 1}/{len(rounds) * HITS}")
                 done = reader.ask(do="prefill", prompt=prompt, store=True)
                 yield Sample(length, "hit", done["ttft_ms"])
                 _check(done["pulled"], (length - 1) // CHUNK_TOKENS * CHUNK_TOKENS, done)

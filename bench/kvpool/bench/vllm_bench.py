@@ -5,40 +5,47 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from kvpool.bench.children import Child, ChildError, Children
-from kvpool.bench.engines import Sample
+from kvpool.bench.engines import HITS, Sample
 from kvpool.bench.foreign import converted_model, vllm_environment
 from kvpool.bench.processes import running_daemon
 from kvpool.bench.vllm_engine import Setup
 from kvpool.client import Client, connect
 
-OPTIONS = {"dtype": "float32", "max_model_len": 2048, "max_num_batched_tokens": 2048}
+BLOCK_TOKENS = 128
+BLOCKS = 48
+"""Of vLLM's KV cache: two of the longest prompts, and more."""
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 2048,
+    "max_num_batched_tokens": 2048,
+    "num_gpu_blocks_override": BLOCKS,
+}
 VOCABULARY = 49_000
 CAPACITY = "6GiB"
 CHUNK_TOKENS = 256
 """What the connector makes of vLLM's 128-token blocks."""
-WARM_TOKENS, WARM_PROMPT = 24_000, 512
-"""As many as vLLM's KV cache holds in `vllm_environment`: an engine in service has used all of its
-memory before, which costs as much as a load."""
+WARM_PROMPT = 512
 PUBLISHED_S = 30.0
 
 
 def samples(
     python: str, lengths: Sequence[int], pairs: int, progress: Callable[[str], None]
 ) -> Iterator[Sample]:
-    """Pairs of "no store" with "miss", and of "hit" (after a restart of the engine) with "local
-    hit" (vLLM's own prefix cache, the lower bound)."""
+    """Pairs of "no store" with "miss", of two engines; and of "hit" with "local hit" (vLLM's own
+    prefix cache, the lower bound), of one engine that was started anew."""
     model = converted_model(python, progress)
     entropy = np.random.default_rng()
-    prompts = {n: entropy.integers(0, VOCABULARY, (pairs, n)).tolist() for n in lengths}
-    rounds = [(length, prompts[length][pair]) for pair in range(pairs) for length in lengths]
+    prompts = {n: entropy.integers(0, VOCABULARY, (pairs + 1, n)).tolist() for n in lengths}
+    rounds = [(length, prompt) for length in lengths for prompt in prompts[length]]
     with (
         running_daemon("--capacity", CAPACITY, "--headroom", "0") as daemon,
         connect(daemon.address) as client,
-        Children() as lasting,
     ):
         connector = {
             "kv_connector": "KvpoolConnector",
@@ -47,9 +54,9 @@ def samples(
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"address": daemon.address},
         }
-        progress("an engine without the store starts")
-        alone = _Engine(lasting, python, Setup(model, OPTIONS))
         with Children() as passing:
+            progress("an engine without the store starts")
+            alone = _Engine(passing, python, Setup(model, OPTIONS))
             progress("an engine with the store starts")
             writer = _Engine(passing, python, Setup(model, OPTIONS, connector))
             for number, (length, prompt) in enumerate(rounds):
@@ -61,18 +68,30 @@ def samples(
         with Children() as passing:
             progress("the engine with the store starts anew")
             reader = _Engine(passing, python, Setup(model, OPTIONS, connector))
-            for number, (length, prompt) in enumerate(rounds):
-                progress(f"hits {number + 1}/{len(rounds)}")
-                before = _counter(client, "hit_chunks")
-                alone.ttft_ms(prompt)
-                yield Sample(length, "hit", reader.ttft_ms(prompt))
-                yield Sample(length, "local hit", alone.ttft_ms(prompt))
-                if _counter(client, "hit_chunks") - before != length // CHUNK_TOKENS:
-                    raise ChildError(f"of a prompt of {length} tokens not all chunks were found")
+            for turn in range(HITS):
+                for length in lengths:
+                    progress(f"hits of {length} tokens, {turn + 1}/{HITS}")
+                    yield from _hits(reader, length, prompts[length])
+
+
+def _hits(reader: _Engine, length: int, prompts: Sequence[Sequence[int]]) -> Iterator[Sample]:
+    """Each prompt but the first is a hit, and a local hit is the prompt before it. They take turns
+    to be the first of a pair."""
+    reused = (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    reader.forget()
+    reader.ttft_ms(prompts[0], reused)
+    before = reader.loaded_tokens()
+    for number, (held, stored) in enumerate(pairwise(prompts)):
+        both = [("local hit", held), ("hit", stored)]
+        for case, prompt in both[:: -1 if number % 2 else 1]:
+            yield Sample(length, case, reader.ttft_ms(prompt, reused))
+    if reader.loaded_tokens() - before != reused * (len(prompts) - 1):
+        raise ChildError(f"of prompts of {length} tokens not all hits were of the store")
 
 
 class _Engine:
-    """See `kvpool.bench.vllm_engine`. It has computed as much as its KV cache holds."""
+    """See `kvpool.bench.vllm_engine`. It has computed as much as its KV cache holds, as engines in
+    service have: the first use of memory costs as much as a load."""
 
     def __init__(self, children: Children, python: str, setup: Setup) -> None:
         self._children = children
@@ -85,12 +104,27 @@ class _Engine:
         self._child.send(**asdict(setup))
         children.receive(self._child)
         entropy = np.random.default_rng(self._child.pid)
-        for _ in range(WARM_TOKENS // WARM_PROMPT):
+        for _ in range(BLOCKS * BLOCK_TOKENS // WARM_PROMPT):
             self.ttft_ms(entropy.integers(0, VOCABULARY, WARM_PROMPT).tolist())
 
-    def ttft_ms(self, prompt: Sequence[int]) -> float:
-        self._child.send(do="generate", prompts=[prompt], max_tokens=1)
-        return float(self._children.receive(self._child)["ttft_ms"][0])
+    def ttft_ms(self, prompt: Sequence[int], reused: int = 0) -> float:
+        """Of a prompt of which `reused` tokens are not computed."""
+        done = self._ask(do="generate", prompts=[prompt], max_tokens=1)
+        if done["cached"] != [reused]:
+            raise ChildError(f"{reused} tokens were to be reused, but an engine says {done}")
+        return float(done["ttft_ms"][0])
+
+    def loaded_tokens(self) -> int:
+        """Of all prompts so far, from the store."""
+        return int(self._ask(do="metrics")["vllm:external_prefix_cache_hits"])
+
+    def forget(self) -> None:
+        """Empties vLLM's own prefix cache."""
+        self._ask(do="forget")
+
+    def _ask(self, **command: Any) -> dict[str, Any]:
+        self._child.send(**command)
+        return self._children.receive(self._child)
 
 
 def _counter(client: Client, name: str) -> int:

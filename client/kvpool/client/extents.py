@@ -104,10 +104,8 @@ class PartFormat:
             source = payload[self.starts[first] : self.starts[selection.planes[-1] + 1]]
             landed = copy_and_sum(into[0], source, selection.plane_bytes, seed)
         else:
-            landed = [
-                copy_and_sum(target, self._plane(payload, plane), [target.size], seed)[0]
-                for plane, target in zip(selection.planes, planes_of(selection, into), strict=True)
-            ]
+            sources = [self._plane(payload, plane) for plane in selection.planes]
+            landed = copy_and_sum_each(planes_of(selection, into), sources, seed)
         if landed != sums[list(selection.planes)].tolist():
             return CORRUPT, True
         if not selection.whole:
@@ -163,8 +161,7 @@ class PartFormat:
         seed = sum_seed(key, self.number)
         if len(sources) == 1:
             return copy_and_sum(payload, sources[0], self.sizes, seed)
-        pairs = zip(targets, sources, strict=True)
-        return [copy_and_sum(target, source, [source.size], seed)[0] for target, source in pairs]
+        return copy_and_sum_each(targets, sources, seed)
 
     def write_plane(
         self, extent: Bytes, key: bytes, plane: int, source: Bytes, checksum: bool
@@ -176,7 +173,7 @@ class PartFormat:
         if not checksum:
             copy(target, source)
             return 0
-        return copy_and_sum(target, source, [source.size], sum_seed(key, self.number))[0]
+        return _copy_and_sum_one(target, source, sum_seed(key, self.number))
 
     def write_head(
         self, target: Bytes, key: bytes, generation: int, sums: Sequence[int] | None
@@ -224,6 +221,13 @@ def copy_and_sum(target: Bytes, source: Bytes, sizes: Sequence[int], seed: int) 
             np.copyto(target[start:end], source[start:end])
             sums += [xxhash.xxh3_64_intdigest(landed[a:b], seed) for a, b in planes]
     return sums
+
+
+def copy_and_sum_each(targets: Sequence[Bytes], sources: Sequence[Bytes], seed: int) -> list[int]:
+    """As `copy_and_sum`, plane by plane. Each copy empties the caches, so that all that Python does
+    between two of them is slow: it is prepared beforehand."""
+    pairs = zip(targets, sources, strict=True)
+    return [_copy_and_sum_one(target, source, seed) for target, source in pairs]
 
 
 @lru_cache(maxsize=256)

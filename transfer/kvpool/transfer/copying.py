@@ -69,8 +69,10 @@ def as_bytes(buffer: Buffer, writable: bool = False) -> Bytes:
     array = buffer if isinstance(buffer, np.ndarray) else _array_over(buffer)
     flags = array.flags
     if array.ndim == 1 and array.dtype == _UINT8 and flags.carray:  # the most frequent case
+        if writable:
+            return array
         view = array[:]
-        view.flags.writeable = writable
+        view.flags.writeable = False
         return view
     if array.dtype.hasobject:
         raise InvalidError("a buffer of Python objects has no bytes to move")
