@@ -154,6 +154,13 @@ def require_unknown(states: NDArray[np.uint8], rows: Rows) -> None:
         raise ValueError(f"rows that are known already: {rows[found != UNKNOWN]}")
 
 
+def firsts(values: NDArray[np.generic]) -> NDArray[np.bool_]:
+    """True where a value differs from the one before it: its first, if they are in order."""
+    out = np.ones(len(values), np.bool_)
+    np.not_equal(values[1:], values[:-1], out=out[1:])
+    return out
+
+
 def least_recent(policies: Sequence[Policy], used_at: NDArray[np.float64]) -> Policy | None:
     """The policy whose next victim was not used for the longest time, by row; None: no victims."""
     offers = []

@@ -18,12 +18,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.store.eviction.base import firsts
 from kvpool.store.eviction.sparse import sparse_zeros
 
 _WAYS = 4
 CLASS_BITS = 8
 _WAY = np.arange(_WAYS)
-_HALF = np.uint64(32)
+_HALF = np.array(32, np.uint64)
 _BURIED_TOGETHER = 128
 _RUN_LINES = 8
 
@@ -49,7 +50,7 @@ class Ghosts:
     def __init__(self, entries: int) -> None:
         bits = max(0, (-(-entries // _WAYS) - 1).bit_length())
         self.capacity = _WAYS << bits
-        self._mask = np.uint64((1 << bits) - 1)
+        self._mask = np.array((1 << bits) - 1, np.uint64)
         self._lines: Tags = sparse_zeros(2 * self.capacity, np.uint64).reshape(-1, 2 * _WAYS)
         self._words = self._lines.reshape(-1)
         self._graves: dict[int, int] = {}  # the newest, not in the table yet
@@ -128,7 +129,7 @@ class Ghosts:
         if not len(alike):
             return alike, _ghost(_NOTHING)
         found = alike // (2 * _WAYS)
-        once = np.diff(found, prepend=-1) != 0  # a tag's two lines may be one
+        once = firsts(found)  # a tag's two lines may be one
         found, here = found[once], places.ravel()[alike[once]]
         entries = self._words[here + _WAYS]
         self._buried -= len(found)

@@ -13,10 +13,9 @@ class Members:
     """Rows below `capacity`. 8 bytes per row."""
 
     def __init__(self, capacity: int) -> None:
-        self._rows: Rows = sparse_zeros(capacity, np.int32)  # dense, in no order
-        self._place: Rows = sparse_zeros(
-            capacity, np.int32
-        )  # in `_rows`, counted from 1; 0: no member
+        self._rows: NDArray[np.int32] = sparse_zeros(capacity, np.int32)  # dense, in no order
+        self._place: NDArray[np.int32] = sparse_zeros(capacity, np.int32)
+        """In `_rows`, counted from 1; 0: no member."""
         self._rows_at, self._place_at = memoryview(self._rows), memoryview(self._place)
         self._count = 0
 
@@ -24,11 +23,11 @@ class Members:
         return self._count
 
     def all(self) -> Rows:
-        return self._rows[: self._count].copy()
+        return self._rows[: self._count].astype(np.intp)
 
     def at(self, numbers: NDArray[np.int64]) -> Rows:
         """The members of these numbers below the count: a sample, if they are random."""
-        return self._rows[numbers]
+        return self._rows[numbers].astype(np.intp)
 
     def add(self, rows: Rows) -> None:
         """REQUIRES: distinct rows that are no members."""

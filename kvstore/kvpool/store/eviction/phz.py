@@ -26,6 +26,7 @@ from kvpool.store.eviction.base import (
     Gone,
     Hint,
     Rows,
+    firsts,
     require_known,
     require_unknown,
 )
@@ -107,7 +108,7 @@ class PhzPolicy:
     def admit(self, rows: Rows) -> None:
         require_unknown(self._state, rows)
         if len(rows):
-            self._state.put(rows, _FRESH)
+            self._state[rows] = _FRESH
             self._known += len(rows)
             self._add_fresh(rows)
             self._defer(_ADMIT, rows)
@@ -141,7 +142,7 @@ class PhzPolicy:
     def forget(self, rows: Rows) -> None:
         self._flush()
         require_known(self._state, rows)
-        self._drop(rows.tolist())
+        self._drop(rows)
 
     # ---- what goes
 
@@ -194,24 +195,20 @@ class PhzPolicy:
         entry_of = self._entry if self._demoted else self._experience.entry
         while queue and len(evicted) < n:
             entry = heappop(freed) if freed and freed[0] < queue[0] else queue.popleft()
+            rival = min(queue[0], freed[0]) if queue and freed else queue[0] if queue else None
             while True:  # a chain goes on while the parent that it frees is the least
-                parent = gone(entry[2])
                 evicted.append(entry[2])
+                parent = gone(entry[2])
                 if parent < 0:
                     break
                 if parent in waiting:
                     spared.append(parent)
                     break
                 entry = entry_of(parent)
-                if (
-                    len(evicted) == n
-                    or not queue
-                    or entry > queue[0]
-                    or (freed and entry > freed[0])
-                ):
+                if rival is None or entry > rival or len(evicted) == n:
                     heappush(freed, entry)
                     break
-        self._drop(evicted)
+        self._drop(np.array(evicted, np.intp))
         if spared:
             self.unblock(np.array(spared, np.intp))
         return len(evicted)
@@ -322,18 +319,23 @@ class PhzPolicy:
                     self._state[row] = _OPEN
                     self._open.add_one(row)
 
-    def _drop(self, rows: list[int]) -> None:
+    def _drop(self, rows: Rows) -> None:
         """Known rows have left."""
-        state_at = self._state_at
-        for row in rows:
-            if state_at[row] == _OPEN:
-                self._open.remove_one(row)
-            state_at[row] = UNKNOWN
-        if self._demoted:
-            for row in rows:
-                self._demoted.discard(row)
-        self._experience.leave(rows)
         self._known -= len(rows)
+        if len(rows) == 1:
+            row = int(rows[0])
+            if self._state_at[row] == _OPEN:
+                self._open.remove_one(row)
+            self._state_at[row] = UNKNOWN
+            self._experience.leave_one(row)
+        else:
+            for row in rows[self._state[rows] == _OPEN].tolist():  # few: the others were parents
+                self._open.remove_one(row)
+            self._state[rows] = UNKNOWN
+            self._experience.leave(rows)
+        if self._demoted:
+            for row in rows.tolist():
+                self._demoted.discard(row)
 
     # ---- order
 
@@ -443,19 +445,20 @@ class PhzPolicy:
             count += len(looked[-1])
         if not looked:
             return 0
-        rows = np.concatenate(looked)
-        waiting = rows[self._state.take(rows) == _FRESH]
+        rows = looked[0] if len(looked) == 1 else np.concatenate(looked)
+        waiting = rows[self._state[rows] == _FRESH]
         if len(waiting):
             waiting.sort()
-            self._sort_in(waiting[np.diff(waiting, prepend=-1) > 0])
+            self._sort_in(waiting[firsts(waiting)])
         self._fresh_rows -= count
         return count
 
     def _sort_in(self, waiting: Rows) -> None:
         """Rows that are fresh or blocked become members, if they may go."""
         good = self._evictable(waiting)
-        self._state[waiting] = np.where(good, _OPEN, _BLOCKED)
         rows = waiting[good]
+        self._state[waiting] = _BLOCKED
+        self._state[rows] = _OPEN
         if self._demoted:
             demoted = [row for row in rows.tolist() if row in self._demoted]
             self._state[demoted] = _FIRST

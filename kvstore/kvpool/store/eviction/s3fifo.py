@@ -59,12 +59,13 @@ class S3FifoPolicy:
         self._ghosts = Ghosts(_GHOSTS_PER_ROW * capacity)
         self._state = np.zeros(capacity, np.uint8)
         self._state_at = memoryview(self._state)
-        self._uses_at = memoryview(bytearray(capacity))
-        self._queue_at = memoryview(bytearray(capacity))  # _SMALL or _MAIN
+        self._uses = np.zeros(capacity, np.uint8)
+        self._uses_at = memoryview(self._uses)
+        self._queue = np.zeros(capacity, np.uint8)  # _SMALL or _MAIN
+        self._queue_at = memoryview(self._queue)
         self._place = np.zeros(capacity, np.int64)  # tells a row's entry from stale ones
         self._place_at = memoryview(self._place)
         self._tag = np.zeros(capacity if self._tags else 0, np.uint64)
-        self._tag_at = memoryview(self._tag)
         self._places = 0
         self._rows = [0, 0]  # known ones by queue
         self._queues: tuple[deque[Slot], deque[Slot]] = (deque(), deque())  # (place, row)
@@ -76,16 +77,21 @@ class S3FifoPolicy:
 
     def admit(self, rows: Rows) -> None:
         require_unknown(self._state, rows)
-        back: set[int] = set()
-        if self._tags is not None:
-            self._tag[rows] = tags = self._tags(rows)
-            back.update(rows[self._ghosts.take(tags)[0]].tolist())
         self._state[rows] = _QUEUED
-        for row in rows[::-1].tolist():
-            self._uses_at[row] = 0
-            self._queue_at[row] = _MAIN if row in back else _SMALL
-            self._rows[self._queue_at[row]] += 1
-            self._enqueue(row)
+        self._uses[rows] = 0
+        deepest_first, back = rows[::-1], rows[:0]
+        if self._tags is not None:
+            self._tag[deepest_first] = tags = self._tags(deepest_first)
+            here = self._ghosts.take(tags)[0]
+            deepest_first, back = np.delete(deepest_first, here), deepest_first[np.sort(here)]
+        for queue, entering in ((_SMALL, deepest_first), (_MAIN, back)):
+            self._queue[entering] = queue
+            self._rows[queue] += len(entering)
+            first, self._places = self._places + 1, self._places + len(entering)
+            self._place[entering] = np.arange(first, self._places + 1)
+            self._queues[queue].extend(
+                zip(range(first, self._places + 1), entering.tolist(), strict=True)
+            )
         self._compact()
 
     def touch(self, rows: Rows) -> None:
@@ -106,8 +112,10 @@ class S3FifoPolicy:
     def forget(self, rows: Rows) -> None:
         self._flush()
         require_known(self._state, rows)
-        for row in rows.tolist():
-            self._drop(row)
+        main = int(np.count_nonzero(self._queue[rows]))
+        self._rows[_MAIN] -= main
+        self._rows[_SMALL] -= len(rows) - main
+        self._leave(rows)
 
     # ---- what goes
 
@@ -118,21 +126,30 @@ class S3FifoPolicy:
         self._flush()
         first = self._take_demoted(n)
         self._demoted.put(first)
+        self._validate()
         self._find(n - len(first))
         found = [*first, *islice(self._ready, n - len(first))]
         return np.array([entry[-1] for entry in found], np.intp)
 
     def evict(self, n: int, gone: Gone) -> int:
         self._flush()
-        for evicted in range(n):
-            row = self._next()
-            if row is None:
-                return evicted
+        self._validate()
+        evicted: list[int] = []
+        any_demoted = bool(self._demoted)
+        while len(evicted) < n:
+            if any_demoted and (first := self._take_demoted(1)):
+                row = first[0][-1]
+            elif self._ready or self._find(1):
+                _, row = self._ready.popleft()
+            else:
+                break
+            evicted.append(row)
+            self._rows[self._queue_at[row]] -= 1
             parent = gone(row)
-            self._drop(row)
             if parent >= 0 and self._state_at[parent] == _BLOCKED:
                 self._return(parent)
-        return n
+        self._leave(np.array(evicted, np.intp))
+        return len(evicted)
 
     def statistics(self) -> Mapping[str, int]:
         """`rows` known, of these `main` in the main queue; `ghosts`."""
@@ -159,27 +176,29 @@ class S3FifoPolicy:
         pending, self._pending = self._pending, []
         for rows in pending:
             require_known(self._state, rows)
-            for row in rows[::-1].tolist():
-                self._uses_at[row] = min(self._uses_at[row] + 1, _USES_MAX)
-                if self._demoted.discard(row) and self._state_at[row] == _QUEUED:
-                    self._enqueue(row)
+            self._uses[rows] = np.minimum(self._uses[rows] + 1, _USES_MAX)
+            if self._demoted:
+                for row in rows[::-1].tolist():
+                    if self._demoted.discard(row) and self._state_at[row] == _QUEUED:
+                        self._enqueue(row)
 
-    def _drop(self, row: int) -> None:
-        self._demoted.discard(row)
-        queue = self._queue_at[row]
-        sifted_out = queue == _SMALL and self._tags is not None
-        if sifted_out and self._ghosts.add({self._tag_at[row]: 1 << CLASS_BITS}):
-            self._ghosts.bury()
-        self._rows[queue] -= 1
-        self._place_at[row] = _NOWHERE
-        self._state_at[row] = UNKNOWN
+    def _leave(self, rows: Rows) -> None:
+        """Known rows, which are counted no longer, are forgotten."""
+        if self._demoted:
+            for row in rows.tolist():
+                self._demoted.discard(row)
+        if self._tags is not None:
+            tags = self._tag[rows[self._queue[rows] == _SMALL]].tolist()  # sifted out
+            if self._ghosts.add(dict.fromkeys(tags, 1 << CLASS_BITS)):
+                self._ghosts.bury()
+        self._place[rows] = _NOWHERE
+        self._state[rows] = UNKNOWN
 
     # ---- queues
 
     def _new_place(self, row: int) -> tuple[int, int]:
-        self._places += 1
-        self._place_at[row] = self._places
-        return self._places, row
+        place = self._places = self._place_at[row] = self._places + 1
+        return place, row
 
     def _enqueue(self, row: int) -> None:
         """At the new end of its queue."""
@@ -196,24 +215,22 @@ class S3FifoPolicy:
     def _return(self, row: int) -> None:
         """A row that was blocked may go: at the old end of its queue."""
         self._state_at[row] = _QUEUED
-        if row in self._demoted:
+        if self._demoted and row in self._demoted:
             self._demoted.offer(row)
         else:
             self._queues[self._queue_at[row]].appendleft(self._new_place(row))
 
-    def _next(self) -> int | None:
-        """The next victim, which leaves its queue."""
-        if self._demoted and (first := self._take_demoted(1)):
-            return first[0][-1]
-        self._find(1)
-        return self._ready.popleft()[1] if self._ready else None
+    def _validate(self) -> None:
+        """What is ready was found by an earlier call: since then it may have been used or held."""
+        if self._ready:
+            before, self._ready = self._ready, deque()
+            self._make_ready([slot for slot in before if self._place_at[slot[1]] == slot[0]])
 
-    def _find(self, n: int) -> None:
-        """Scans until `n` victims are ready, or all that may go."""
-        before, self._ready = self._ready, deque()
-        self._make_ready([entry for entry in before if self._place_at[entry[1]] == entry[0]])
+    def _find(self, n: int) -> bool:
+        """Scans until `n` victims are ready, or all that may go; True if there are any."""
         while len(self._ready) < n and (scanned := self._scan()):
             self._make_ready(scanned)
+        return len(self._ready) > 0
 
     def _make_ready(self, entries: list[Slot]) -> None:
         """Those of the entries that may go and were not used since."""
@@ -231,15 +248,17 @@ class S3FifoPolicy:
         """The oldest entries that were not used; the used ones move on. Empty: no more rows."""
         out: list[Slot] = []
         small, main = self._queues
+        place_at, uses_at = self._place_at, self._uses_at
+        share = SMALL_SHARE * sum(self._rows)
         while len(out) < _SCAN_ROWS and (small or main):
-            from_small = small and (not main or len(small) > SMALL_SHARE * sum(self._rows))
-            place, row = (small if from_small else main).popleft()
-            if self._place_at[row] != place:
-                continue
-            if self._uses_at[row]:
-                self._keep(row)
-            else:
-                out.append((place, row))
+            from_small = small and (not main or len(small) > share)
+            slot = (small if from_small else main).popleft()
+            row = slot[1]
+            if place_at[row] == slot[0]:
+                if uses_at[row]:
+                    self._keep(row)
+                else:
+                    out.append(slot)
         return out
 
     def _keep(self, row: int) -> None:

@@ -23,7 +23,7 @@ class LruShadow:
         self.capacity = capacity
         """May change as it goes."""
         self._size = max(1, capacity // _BLOCKS_PER_CAPACITY)
-        self._live = np.zeros(_BLOCKS_MIN, np.int64)  # entries by block, from `_base` on
+        self._live = [0] * _BLOCKS_MIN  # entries by block, from `_base` on
         self._base = 0
         self._cutoff = 0  # oldest block that LRU holds
         self._held = 0
@@ -37,14 +37,17 @@ class LruShadow:
         """
         self._grow(count)
         self._fill(count)
-        blocks = previous // self._size
-        here = blocks[blocks >= self._cutoff] - self._base
-        np.subtract.at(self._live, here, 1)
-        self._held += count - len(here)
+        live, base, cutoff = self._live, self._base, self._cutoff
+        hits = 0
+        for block in (previous // self._size).tolist():  # mostly a few
+            if block >= cutoff:
+                live[block - base] -= 1
+                hits += 1
+        self._held += count - hits
         while self._held > self.capacity:
-            self._held -= int(self._live[self._cutoff - self._base])
+            self._held -= live[self._cutoff - base]
             self._cutoff += 1
-        return len(here)
+        return hits
 
     def _fill(self, count: int) -> None:
         """Counts the next stamps into their blocks."""
@@ -62,6 +65,5 @@ class LruShadow:
         if newest - self._base < len(self._live):
             return
         kept = self._live[self._cutoff - self._base :]
-        live = np.zeros(max(_BLOCKS_MIN, 2 * (newest - self._cutoff + 1)), np.int64)
-        live[: len(kept)] = kept
-        self._live, self._base = live, self._cutoff
+        size = max(_BLOCKS_MIN, 2 * (newest - self._cutoff + 1))
+        self._live, self._base = kept + [0] * (size - len(kept)), self._cutoff
