@@ -208,7 +208,10 @@ class PhzPolicy:
                 if rival is None or entry > rival or len(evicted) == n:
                     heappush(freed, entry)
                     break
-        self._drop(np.array(evicted, np.intp))
+        if len(evicted) == 1:
+            self._drop_one(evicted[0])
+        else:
+            self._drop(np.array(evicted, np.intp))
         if spared:
             self.unblock(np.array(spared, np.intp))
         return len(evicted)
@@ -321,21 +324,23 @@ class PhzPolicy:
 
     def _drop(self, rows: Rows) -> None:
         """Known rows have left."""
-        self._known -= len(rows)
-        if len(rows) == 1:
-            row = int(rows[0])
-            if self._state_at[row] == _OPEN:
-                self._open.remove_one(row)
-            self._state_at[row] = UNKNOWN
-            self._experience.leave_one(row)
-        else:
-            for row in rows[self._state[rows] == _OPEN].tolist():  # few: the others were parents
-                self._open.remove_one(row)
-            self._state[rows] = UNKNOWN
-            self._experience.leave(rows)
+        for row in rows[self._state[rows] == _OPEN].tolist():  # few: the others were parents
+            self._open.remove_one(row)
         if self._demoted:
             for row in rows.tolist():
                 self._demoted.discard(row)
+        self._state[rows] = UNKNOWN
+        self._experience.leave(rows)
+        self._known -= len(rows)
+
+    def _drop_one(self, row: int) -> None:
+        """`_drop` of one row, several times faster."""
+        if self._state_at[row] == _OPEN:
+            self._open.remove_one(row)
+        self._demoted.discard(row)
+        self._state_at[row] = UNKNOWN
+        self._experience.leave_one(row)
+        self._known -= 1
 
     # ---- order
 

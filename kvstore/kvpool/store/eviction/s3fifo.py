@@ -188,9 +188,9 @@ class S3FifoPolicy:
             for row in rows.tolist():
                 self._demoted.discard(row)
         if self._tags is not None:
-            tags = self._tag[rows[self._queue[rows] == _SMALL]].tolist()  # sifted out
-            if self._ghosts.add(dict.fromkeys(tags, 1 << CLASS_BITS)):
-                self._ghosts.bury()
+            for tag in self._tag[rows[self._queue[rows] == _SMALL]].tolist():  # sifted out
+                if self._ghosts.add({tag: 1 << CLASS_BITS}):
+                    self._ghosts.bury()
         self._place[rows] = _NOWHERE
         self._state[rows] = UNKNOWN
 
