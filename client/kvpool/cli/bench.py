@@ -82,7 +82,7 @@ def transfer(
     "--tokens", "lengths", multiple=True, type=int, help="Of a prompt. Default: 512, 1024, 1536."
 )
 @click.option(
-    "--pairs", default=10, show_default=True, help="Prompts per length. Each is a hit thrice."
+    "--pairs", default=10, show_default=True, help="Prompts per length. Each is a hit five times."
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 def engine(engine: str, python: str, lengths: tuple[int, ...], pairs: int, as_json: bool) -> None:
