@@ -247,10 +247,10 @@ def _runs(sizes: tuple[int, ...]) -> list[tuple[int, int, list[tuple[int, int]]]
 
 def _copy_and_sum_one(target: Bytes, source: Bytes, seed: int) -> int:
     """One plane, in equal steps of at least `RUN` bytes if it is that large."""
-    step = -(-source.size // max(1, source.size // RUN))
-    if step == source.size:
+    if source.size < 2 * RUN:
         np.copyto(target, source)
         return xxhash.xxh3_64_intdigest(target, seed)
+    step = -(-source.size // (source.size // RUN))
     state = xxhash.xxh3_64(seed=seed)
     for at in range(0, source.size, step):
         block = target[at : at + step]
