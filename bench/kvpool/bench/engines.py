@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from kvpool.bench.report import percentile
 from kvpool.proto.errors import ConfigError
 
+T = TypeVar("T")
 LENGTHS = (512, 1024, 1536)
-"""Tokens of a prompt."""
+"""Tokens of a prompt. Of one more, vLLM computes a single token after a hit: the noise of a forward
+pass goes, and what is left of the difference is the cost of the hit."""
 YARDSTICKS = {"miss": "no store", "hit": "local hit"}
 """What a case is compared with: the samples of both come in pairs, in the same order."""
 HITS = 5
@@ -42,6 +44,12 @@ def run(
     else:
         raise ConfigError(f"no engine {engine!r}; there are: hf, vllm")
     return rows(engine, samples(python, lengths, pairs, progress))
+
+
+def in_turns(number: int, first: T, second: T) -> tuple[T, T]:
+    """The two of pair `number` in the order in which they are measured: neither profits from being
+    the second one."""
+    return (second, first) if number % 2 else (first, second)
 
 
 def rows(engine: str, samples: Iterator[Sample]) -> list[dict[str, Any]]:

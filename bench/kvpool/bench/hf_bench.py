@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.bench.children import Child, ChildError, Children
-from kvpool.bench.engines import HITS, Sample
+from kvpool.bench.engines import HITS, Sample, in_turns
 from kvpool.bench.foreign import converted_model, environment
 from kvpool.bench.processes import running_daemon
 
@@ -31,8 +31,7 @@ def samples(
             writer = _Engine(children, python, model, daemon.address)
             for number, (length, prompt) in enumerate(rounds):
                 progress(f"misses {number + 1}/{len(rounds)}")
-                # Neither profits from coming second.
-                for store in (True, False) if number % 2 else (False, True):
+                for store in in_turns(number, False, True):
                     done = writer.ask(do="prefill", prompt=prompt, store=store)
                     yield Sample(length, "miss" if store else "no store", done["ttft_ms"])
                     _check(done["published"], store * (length // CHUNK_TOKENS), done)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.bench.children import Child, ChildError, Children
-from kvpool.bench.engines import HITS, Sample
+from kvpool.bench.engines import HITS, Sample, in_turns
 from kvpool.bench.foreign import converted_model, vllm_environment
 from kvpool.bench.processes import running_daemon
 from kvpool.bench.vllm_engine import Setup
@@ -62,8 +62,8 @@ def samples(
             for number, (length, prompt) in enumerate(rounds):
                 progress(f"misses {number + 1}/{len(rounds)}")
                 before = _counter(client, "published_chunks")
-                yield Sample(length, "no store", alone.ttft_ms(prompt))
-                yield Sample(length, "miss", writer.ttft_ms(prompt))
+                for case, engine in in_turns(number, ("no store", alone), ("miss", writer)):
+                    yield Sample(length, case, engine.ttft_ms(prompt))
                 _published(client, before + length // CHUNK_TOKENS)
         with Children() as passing:
             progress("the engine with the store starts anew")
@@ -75,15 +75,13 @@ def samples(
 
 
 def _hits(reader: _Engine, length: int, prompts: Sequence[Sequence[int]]) -> Iterator[Sample]:
-    """Each prompt but the first is a hit, and a local hit is the prompt before it. They take turns
-    to be the first of a pair."""
+    """Each prompt but the first is a hit, and a local hit is the prompt before it."""
     reused = (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     reader.forget()
     reader.ttft_ms(prompts[0], reused)
     before = reader.loaded_tokens()
     for number, (held, stored) in enumerate(pairwise(prompts)):
-        both = [("local hit", held), ("hit", stored)]
-        for case, prompt in both[:: -1 if number % 2 else 1]:
+        for case, prompt in in_turns(number, ("local hit", held), ("hit", stored)):
             yield Sample(length, case, reader.ttft_ms(prompt, reused))
     if reader.loaded_tokens() - before != reused * (len(prompts) - 1):
         raise ChildError(f"of prompts of {length} tokens not all hits were of the store")
