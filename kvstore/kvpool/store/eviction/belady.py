@@ -116,26 +116,34 @@ class BeladyPolicy:
         for rows in pending:
             require_known(self._state, rows)
             count = len(rows)
-            self._stamp[rows] = np.arange(self._clock + count, self._clock, -1)
+            stamps = np.arange(self._clock + count, self._clock, -1)
             self._clock += count
+            self._stamp[rows] = stamps
             self._next[rows] = self._next_uses(rows) if self._next_uses else 0
-            for row in rows.tolist():
-                self._demoted.discard(row)
-                if self._state_at[row] == _HEAPED:
-                    heappush(self._heap, self._entry(row))
+            if self._demoted:
+                for row in rows.tolist():
+                    self._demoted.discard(row)
+            heaped = self._state[rows] == _HEAPED
+            values = -self._next[rows].astype(np.float64)
+            columns = (column[heaped].tolist() for column in (values, stamps, rows))
+            for entry in zip(*columns, strict=True):
+                heappush(self._heap, entry)
 
     def _entry(self, row: int) -> Entry:
         return -float(self._next_at[row]), self._stamp_at[row], row
 
     def _take(self, n: int) -> list[Entry]:
         """The first `n` entries that may go, which leave the heap."""
-        found = self._demoted.take(n, self._evictable)
-        self._state[found.blocked] = _BLOCKED
-        out = found.going
+        out: list[Entry] = []
+        any_demoted = bool(self._demoted)
+        if any_demoted:
+            found = self._demoted.take(n, self._evictable)
+            self._state[found.blocked] = _BLOCKED
+            out = found.going
         while self._heap and len(out) < n:
             entry = heappop(self._heap)
             row = entry[2]
-            if self._stamp_at[row] != entry[1] or row in self._demoted:
+            if self._stamp_at[row] != entry[1] or (any_demoted and row in self._demoted):
                 continue
             if self._state_at[row] != _HEAPED:
                 continue
@@ -160,7 +168,8 @@ class BeladyPolicy:
             heappush(self._heap, self._entry(row))
 
     def _drop(self, row: int) -> None:
-        self._demoted.discard(row)
+        if self._demoted:
+            self._demoted.discard(row)
         self._stamp_at[row] = 0
         self._state_at[row] = UNKNOWN
         self._known -= 1
