@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvpool.store.ssd.demotion import STARTS
 from tests.ssd.samples import key_of
 from tests.ssd.world import World, chain
 
@@ -17,19 +16,20 @@ def test_a_chain_is_written_once_whatever_order_its_chunks_are_announced_in() ->
         world.check()
 
 
-def test_a_long_chain_is_begun_a_few_chunks_at_a_time_from_its_start() -> None:
-    world = World(room=2 * STARTS, write_through=False)
-    keys = chain("a", 2 * STARTS)
+def test_a_long_chain_is_begun_chunk_by_chunk_from_its_start() -> None:
+    world = World(room=16, write_through=False)
+    keys = chain("a", 16)
     world.publish(keys)  # what is next to go is its end
     demotion = world.ssd.demotion
     world.ssd.turn()
-    assert demotion.chunks == STARTS and demotion.waiting
+    assert demotion.chunks == 1 and demotion.waiting
     assert demotion.advance() is bool(demotion.waiting)
+    assert demotion.chunks == 2
     world.lanes.run()
     index = world.ssd.shelf.index
-    assert index.find(world.known.id, b"".join(keys[:STARTS])).rows.min() >= 0
+    assert index.find(world.known.id, b"".join(keys[:2])).rows.min() >= 0
     world.settle()
-    assert world.tier.counters.written_chunks == 2 * STARTS
+    assert world.tier.counters.written_chunks == 16
     world.check()
 
 

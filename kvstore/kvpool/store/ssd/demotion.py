@@ -34,8 +34,6 @@ AHEAD_SHARE = 8
 """Writing back begins when less than this part of the memory (an eighth) is free."""
 AHEAD_ROWS = 128
 """Chunks that are looked at in one turn."""
-STARTS = 8
-"""Chunks that are begun at once: a match that comes meanwhile waits for them."""
 RESERVE = 32
 """Extents of a class that are kept free on the SSD, so that a write need not wait for the deletion
 of what makes room for it."""
@@ -110,22 +108,22 @@ class Demotion:
         self._seen = changes
 
     def advance(self) -> bool:
-        """Starts some of what is to be written; True if there is more, and the tier takes it."""
+        """Starts one chunk of what is to be written; True if there is more, and the tier takes it.
+        A match that comes meanwhile waits for it."""
         tier = self._shelf.tier
         if tier.down or tier.full:
             tier.counters.refused_writes += len(self._fresh)
             self._fresh.clear()
             return False
-        for _ in range(STARTS):
-            if not self._fresh or tier.busy:
-                return False
-            lacking = self._lacking(self._fresh[0])
-            if lacking and not self._write(*lacking[0]):
-                return False
-            if len(lacking) > 1:
-                self._fresh.extendleft(row for _, row, _ in lacking[-2:0:-1])
-            else:
-                self._fresh.popleft()
+        if not self._fresh or tier.busy:
+            return False
+        lacking = self._lacking(self._fresh[0])
+        if lacking and not self._write(*lacking[0]):
+            return False
+        if len(lacking) > 1:
+            self._fresh.extendleft(row for _, row, _ in lacking[-2:0:-1])
+        else:
+            self._fresh.popleft()
         return bool(self._fresh)
 
     def _leaving(self, policy: Policy) -> list[int]:

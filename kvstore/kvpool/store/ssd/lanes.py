@@ -18,10 +18,6 @@ Done = Callable[[Any], None]
 """Gets what the work returned, or the `Exception` that it raised."""
 
 
-RESULTS = 32
-"""That are handed over at once: meanwhile the owner does nothing else."""
-
-
 class Lane(IntEnum):
     """Work of one lane starts in the order in which it was submitted."""
 
@@ -60,16 +56,16 @@ class Threads:
         self._results.append((lambda _: action(), None))
         self._wake()
 
-    def poll(self) -> int:
-        """Hands some results over, in the caller's thread; returns how many. Wakes again if there
-        are more."""
-        count = min(len(self._results), RESULTS)
-        for _ in range(count):
-            done, result = self._results.popleft()
-            done(result)
+    def poll(self) -> bool:
+        """Hands one result over, in the caller's thread; False if there is none. Wakes again if
+        there are more: the owner has others to serve between them."""
+        if not self._results:
+            return False
+        done, result = self._results.popleft()
+        done(result)
         if self._results:
             self._wake()
-        return count
+        return True
 
     def close(self, seconds: float) -> bool:
         """Ends the threads when their work is done; False if one is not within `seconds`."""

@@ -19,9 +19,10 @@ from kvpool.transfer.copying import Bytes
 GUESS_BYTES_S = 500e6
 PIECE_BYTES = 4 << 20
 PIECES = 4
-DIRECT_SHARE = 0.8
-"""Direct I/O is taken from this share of the buffered speed on: it costs a fraction of the CPU and
-leaves the page cache to others."""
+DIRECT_SHARE = 0.5
+"""Direct I/O is taken from this share of the buffered speed on. It takes half of the CPU or less and
+leaves the page cache to others; and reads one after another, as here, show it too slow: in use
+there are many at once, which buffered ones gain nothing from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ log = logging.getLogger("kvpool")
 
 TURN_S = 0.02
 READERS, WRITERS = 8, 2
-"""Threads: so many reads and writes are in flight."""
+"""Threads at most: so many reads and writes are in flight."""
 QUEUE_SHARE = 8
 """What waits for the device keeps at most this part of the memory (an eighth)."""
 END_S = 5.0
@@ -83,7 +83,7 @@ class SsdTiers:
         for domain in domains:
             # Shielded: what a thread has opened must be closed, although nobody waits any more.
             found = await asyncio.shield(self._looking[domain.name])
-            lanes, opened = Threads(READERS, WRITERS, self._waker()), found.opened
+            lanes, opened = Threads(READERS, _writers(), self._waker()), found.opened
             ssd = attach(
                 domain.store,
                 found,
@@ -168,6 +168,11 @@ class SsdTiers:
     def _go_on(self) -> None:
         self._again = None
         self._advance()
+
+
+def _writers() -> int:
+    """Not all cores: whoever matches while chunks are written would wait for one."""
+    return max(1, min(WRITERS, len(os.sched_getaffinity(0)) // 2))
 
 
 def _memory_of(domain: Domain) -> Callable[[int, int], Bytes]:

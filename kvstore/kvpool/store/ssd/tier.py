@@ -14,6 +14,7 @@ fail, deletions wait; it comes up by itself when the device proves that it works
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -34,8 +35,6 @@ QUEUE_BYTES = 256 << 20
 """Waiting for the device; what is over is dropped and counted, not waited for."""
 LOOK_S = 2.0
 """How often the free space is asked for."""
-ANNOUNCED = 8
-"""Chunks that are announced at once: meanwhile the owner does nothing else."""
 FREE_BYTES_MIN = 16 << 20
 """Below this the tier writes nothing: the catalogue must be able to grow."""
 T = TypeVar("T")
@@ -329,30 +328,32 @@ class Tier:
         self.counters.commits += 1
         self.space.free(batch.freeing)
         if result:
-            self._announce(batch.puts)
+            self._announce(deque(batch.puts))
         else:
             self.counters.refused_writes += len(batch.puts)
             for draft in batch.puts:
                 self._discard(draft)
         self._flush()
 
-    def _announce(self, drafts: list[Draft]) -> None:
-        """Some at once, the rest when the owner has polled again."""
-        for draft in drafts[:ANNOUNCED]:
-            if draft.cancelled:
-                self._take_back(draft)
-                continue
+    def _announce(self, drafts: deque[Draft]) -> None:
+        """One now, the rest when the owner has polled again: it has others to serve."""
+        if not drafts:
+            return
+        draft = drafts.popleft()
+        if draft.cancelled:
+            self._take_back(draft)
+        else:
             self.counters.written_chunks += 1
             self.counters.written_bytes += draft.nbytes
             self.counters.device_bytes += sum(
                 self.space.rounded(piece.source.size) for piece in draft.pieces
             )
             self._finish(draft, draft.entry)
-        if len(drafts) > ANNOUNCED:
+        if drafts:
             ticket = self.condition.started(self.clock())
-            self._lanes.later(partial(self._announce_rest, drafts[ANNOUNCED:], ticket))
+            self._lanes.later(partial(self._announce_rest, drafts, ticket))
 
-    def _announce_rest(self, drafts: list[Draft], ticket: int) -> None:
+    def _announce_rest(self, drafts: deque[Draft], ticket: int) -> None:
         self.condition.ended(ticket)
         self._announce(drafts)
         self._flush()  # what was taken back
