@@ -99,7 +99,7 @@ class Shelf:
         self.clock = Clock()
         self.lanes = SimulatedLanes(random.Random(self.seed))
         self.space = Space(1, self.segments * SEGMENT, SEGMENT, BLOCK)
-        listing, damaged = read_listing(self.catalogue.pairs())
+        listing, damaged = read_listing(self.catalogue.pairs(), len(self.catalogue.stored))
         good = claim(listing, self.space)
         assert not damaged and good.all(), "the catalogue contradicts itself"
         self.found = {key: Entry.unpack(key, value) for key, value in self.catalogue.pairs()}

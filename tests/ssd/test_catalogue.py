@@ -69,7 +69,7 @@ def test_a_listing_holds_the_same_as_its_entries_and_names_what_is_none(
         wanted = [strange]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvpool.store.ssd.listing.BLOCK", block)
-        listing, damaged = read_listing([*pairs, (strange, rubbish)])
+        listing, damaged = read_listing([*pairs, (strange, rubbish)], len(pairs) + 1)
     assert damaged == wanted and len(listing) == len(entries) + 1 - len(damaged)
     by_key = {bytes(key): at for at, key in enumerate(listing.keys)}
     for one in entries:

@@ -43,7 +43,8 @@ class Shop:
         identity = self.opened.identity
         sizes = (identity.file_bytes, identity.segment_bytes, identity.block_bytes)
         self.space = Space(self.opened.count, *sizes)
-        self.listing, damaged = read_listing(self.opened.catalogue.pairs())
+        catalogue = self.opened.catalogue
+        self.listing, damaged = read_listing(catalogue.pairs(), catalogue.figures()["entries"])
         assert not damaged and claim(self.listing, self.space).all()
         self.found = {k: Entry.unpack(k, v) for k, v in self.opened.catalogue.pairs()}
         self.woken = threading.Event()
@@ -255,7 +256,7 @@ def test_entries_that_claim_one_place_are_both_found(folder: Path) -> None:
     one, other = sorted(shop.found.values())[:2]
     shop.opened.catalogue.commit([one._replace(extents=other.extents)], [])
     shop.close()
-    listing, _ = read_listing([(e.key, e.pack()) for e in (one, one._replace(key=other.key))])
+    listing, _ = read_listing([(e.key, e.pack()) for e in (one, one._replace(key=other.key))], 2)
     assert np.count_nonzero(claim(listing, Space(1, 1 << 20, 1 << 17, 4096))) <= 1
     code, report = fsck(str(folder))
     assert code == 1 and len(report[str(folder)]["damaged"]) >= 1

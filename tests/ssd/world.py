@@ -59,7 +59,7 @@ class World:
         self.catalogue.faults = self.disk.faults
         self.lanes = SimulatedLanes(random.Random(seed))
         space = Space(1, self.disk.nbytes, SEGMENT, BLOCK)
-        listing, damaged = read_listing(self.catalogue.pairs())
+        listing, damaged = read_listing(self.catalogue.pairs(), len(self.catalogue.stored))
         assert not damaged and claim(listing, space).all()
         assert usable(listing, lambda number: self.known.extent_bytes).all()
         self.tier = Tier(

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.proto.errors import InvalidError, TooLargeError
+from kvpool.store.sorting import order_of, run_starts
 
 ALIGN_BYTES = 64
 """Every address is a multiple of a cache line."""
@@ -274,7 +275,7 @@ class SlabAllocator:
         good &= np.isin(self._slot_bytes[segments], (0, size))
         chosen = np.flatnonzero(good)
         # By segment, with what is named twice side by side, and in the order of the call.
-        chosen = chosen[np.argsort(addresses[chosen], kind="stable")]
+        chosen = chosen[order_of(addresses[chosen] // ALIGN_BYTES)]
         again = np.flatnonzero(np.diff(addresses[chosen]) == 0) + 1
         good[chosen[again]] = False
         chosen = np.delete(chosen, again)
@@ -283,8 +284,9 @@ class SlabAllocator:
         kind = self._classes.get(size)
         if kind is None:
             kind = self._classes[size] = _SizeClass(size, self.segment_bytes // size)
-        numbers, starts = np.unique(segments[chosen], return_index=True)
-        for segment, mine in zip(numbers.tolist(), np.split(chosen, starts[1:]), strict=True):
+        held = segments[chosen]
+        starts = run_starts(held)
+        for segment, mine in zip(held[starts].tolist(), np.split(chosen, starts[1:]), strict=True):
             if not self._slot_bytes[segment]:
                 self._slot_bytes[segment] = size
                 self._row[segment] = kind.add(segment)

@@ -25,6 +25,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.store.sorting import in_order, run_starts
+
 Rows = npt.NDArray[np.intp]
 """Row numbers; of this type, because NumPy converts others to it before each use."""
 Hashes = npt.NDArray[np.uint64]
@@ -68,22 +70,6 @@ class Found(NamedTuple):
     def extents(self) -> npt.NDArray[np.int64]:
         """Part 0's (address, generation), shape (n, 2)."""
         return self.words.view(np.int64)[:, 6:]
-
-
-def in_order(words: Hashes) -> tuple[Hashes, npt.NDArray[np.int64]]:
-    """`words` ascending, and where each of them was, as a stable sort gives it. The lowest
-    ``len(words).bit_length()`` bits do not count and come back as 0: the places travel in them,
-    which is several times faster than `argsort`."""
-    bits = np.uint64(len(words).bit_length())
-    packed = words >> bits << bits | np.arange(len(words), dtype=np.uint64)
-    packed.sort()
-    places = packed & ((np.uint64(1) << bits) - np.uint64(1))
-    return packed ^ places, places.view(np.int64)
-
-
-def run_starts(ascending: npt.NDArray[np.generic]) -> npt.NDArray[np.int64]:
-    """Where each run of equal values begins."""
-    return np.flatnonzero(np.r_[True, ascending[1:] != ascending[:-1]][: len(ascending)])
 
 
 class Digests:

@@ -17,7 +17,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.store.digests import LINE, NO_ROW, Digests, Found, Rows, in_order, run_starts
+from kvpool.store.digests import LINE, NO_ROW, Digests, Found, Rows
+from kvpool.store.sorting import in_order, order_of, run_starts
 
 __all__ = [
     "FREE",
@@ -362,8 +363,7 @@ class Index:
         """Links the rows that have a parent. Returns these, siblings together, and where the
         children of each row begin among them."""
         below = np.flatnonzero(parent >= 0)
-        # A row number has 31 bits: as the uppermost ones they all count.
-        below = below[in_order(parent[below].astype(np.uint64) << np.uint64(33))[1]]
+        below = below[order_of(parent[below])]
         above = parent[below]
         starts = run_starts(above)
         begins = np.zeros(len(parent), np.intp)

@@ -132,7 +132,7 @@ def _findings(
     forms: dict[int, tuple[Form, ...]],
 ) -> Iterator[Finding]:
     pairs = list(catalogue.pairs())
-    listing, unreadable = read_listing(pairs)
+    listing, unreadable = read_listing(pairs, len(pairs))
     space = Space(count, identity.file_bytes, identity.segment_bytes, identity.block_bytes)
     contradicting = {bytes(key) for key in listing.keys[~claim(listing, space)]}
     broken = set(unreadable)

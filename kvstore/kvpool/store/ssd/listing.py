@@ -58,16 +58,23 @@ class Listing:
         return stored
 
 
-def read_listing(pairs: Iterable[Pair]) -> tuple[Listing, list[bytes]]:
-    """The entries, and the keys of what is none."""
-    records: dict[int, list[bytes]] = {}
+def read_listing(pairs: Iterable[Pair], count: int) -> tuple[Listing, list[bytes]]:
+    """The entries, and the keys of what is none. `count`: how many pairs there are at most."""
+    tables: dict[int, npt.NDArray[np.uint8]] = {}
+    filled: dict[int, int] = {}
     damaged: list[bytes] = []
     rest = iter(pairs)
     while block := list(chain.from_iterable(islice(rest, BLOCK))):
-        for count, alike in _by_extents(block, damaged):
-            records.setdefault(count, []).append(b"".join(alike))
-    tables = [np.frombuffer(b"".join(alike), _record(n)) for n, alike in records.items()]
-    return _joined([_columns(table, damaged) for table in tables]), damaged
+        for extents, alike in _by_extents(block, damaged):
+            if extents not in tables:  # rows that stay empty cost nothing
+                tables[extents] = np.empty((count, _record(extents).itemsize), np.uint8)
+            start = filled.get(extents, 0)
+            filled[extents] = end = start + len(alike) // 2
+            tables[extents][start:end].reshape(-1)[:] = np.frombuffer(b"".join(alike), np.uint8)
+    records = [
+        table[: filled[extents]].view(_record(extents))[:, 0] for extents, table in tables.items()
+    ]
+    return _joined([_columns(table, damaged) for table in records]), damaged
 
 
 def _by_extents(block: list[bytes], damaged: list[bytes]) -> Iterable[tuple[int, list[bytes]]]:

@@ -20,9 +20,9 @@ GUESS_BYTES_S = 500e6
 PIECE_BYTES = 4 << 20
 PIECES = 4
 DIRECT_SHARE = 0.5
-"""Direct I/O is taken from this share of the buffered speed on. It takes half of the CPU or less and
-leaves the page cache to others; and reads one after another, as here, show it too slow: in use
-there are many at once, which buffered ones gain nothing from."""
+"""Direct I/O is taken from this share of the buffered speed on. It takes half of the CPU or less
+and leaves the page cache to others; and reads one after another, as here, show it too slow: in use
+there are many at once, from which buffered ones gain little."""
 
 
 @dataclass(frozen=True, slots=True)

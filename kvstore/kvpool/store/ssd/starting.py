@@ -46,8 +46,9 @@ def look(path: str, capacity: int, chunks: int) -> Found:
     try:
         if opened.files.free_bytes() >= FREE_BYTES_MIN:  # else it serves what is there
             opened.files.check()
-        listing, damaged = read_listing(opened.catalogue.pairs())
-        return Found(opened, rows, listing, damaged, opened.catalogue.spaces())
+        catalogue = opened.catalogue
+        listing, damaged = read_listing(catalogue.pairs(), catalogue.figures()["entries"])
+        return Found(opened, rows, listing, damaged, catalogue.spaces())
     except BaseException:
         opened.close()
         raise
