@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.proto.errors import InvalidError, TooLargeError
-from kvpool.store.sorting import order_of, run_starts
+from kvpool.store.sorting import ascending, run_starts
 
 ALIGN_BYTES = 64
 """Every address is a multiple of a cache line."""
@@ -272,19 +272,21 @@ class SlabAllocator:
         segments, offsets = np.divmod(np.where(inside, addresses, 0), self.segment_bytes)
         slots, rest = np.divmod(offsets, size)
         good: NDArray[np.bool_] = inside & (rest == 0) & (slots < self.segment_bytes // size)
-        good &= np.isin(self._slot_bytes[segments], (0, size))
+        classes = self._slot_bytes[segments]
+        good &= (classes == 0) | (classes == size)
         chosen = np.flatnonzero(good)
         # By segment, with what is named twice side by side, and in the order of the call.
-        chosen = chosen[order_of(addresses[chosen] // ALIGN_BYTES)]
-        again = np.flatnonzero(np.diff(addresses[chosen]) == 0) + 1
+        numbers, places = ascending(addresses[chosen] // ALIGN_BYTES)
+        chosen = chosen[places]
+        again = np.flatnonzero(numbers[1:] == numbers[:-1]) + 1
         good[chosen[again]] = False
-        chosen = np.delete(chosen, again)
+        chosen, numbers = np.delete(chosen, again), np.delete(numbers, again)
         if not len(chosen):
             return good
         kind = self._classes.get(size)
         if kind is None:
             kind = self._classes[size] = _SizeClass(size, self.segment_bytes // size)
-        held = segments[chosen]
+        held = numbers * ALIGN_BYTES // self.segment_bytes
         starts = run_starts(held)
         for segment, mine in zip(held[starts].tolist(), np.split(chosen, starts[1:]), strict=True):
             if not self._slot_bytes[segment]:

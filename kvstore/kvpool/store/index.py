@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.store.digests import LINE, NO_ROW, Digests, Found, Rows
-from kvpool.store.sorting import in_order, order_of, run_starts
+from kvpool.store.sorting import ascending, in_order, run_starts
 
 __all__ = [
     "FREE",
@@ -363,8 +363,8 @@ class Index:
         """Links the rows that have a parent. Returns these, siblings together, and where the
         children of each row begin among them."""
         below = np.flatnonzero(parent >= 0)
-        below = below[order_of(parent[below])]
-        above = parent[below]
+        above, places = ascending(parent[below])
+        below = below[places]
         starts = run_starts(above)
         begins = np.zeros(len(parent), np.intp)
         begins[above[starts]] = starts

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.proto.keys import KEY_BYTES
+from kvpool.store.sorting import distinct
 from kvpool.store.ssd.space import Space
 
 Pair = tuple[bytes, bytes]
@@ -117,7 +118,7 @@ def _columns(table: npt.NDArray[np.void], damaged: list[bytes]) -> Listing:
     parts, fields = table["parts"], table["extents"]
     extents: list[npt.NDArray[np.uint64]] = []
     good = np.zeros(len(table), np.bool_)
-    for bitmap in np.unique(parts).tolist():
+    for bitmap in distinct(parts):
         chosen = parts == bitmap
         stored = [part for part in range(bitmap.bit_length()) if bitmap >> part & 1]
         if len(stored) != fields.shape[1]:

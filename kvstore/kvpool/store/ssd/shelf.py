@@ -27,6 +27,7 @@ from kvpool.store.index import NO_ROW, ROOT, UNLINKED, Index, Rows
 from kvpool.store.learned import Lessons
 from kvpool.store.namespaces import KnownNamespace, Shape
 from kvpool.store.reads import Reads, Run
+from kvpool.store.sorting import distinct
 from kvpool.store.ssd.entries import Entry, Extent, SpaceRecord
 from kvpool.store.ssd.listing import ADDRESS, GENERATION, NBYTES, SUM, Listing
 from kvpool.store.ssd.tier import Tier
@@ -330,7 +331,7 @@ class Shelf:
         here yet, the extents are claimed, and sizes and namespaces have been checked.
         """
         index, count = self.index, len(listing)
-        spaces = {int(number): known_of(int(number)) for number in np.unique(listing.spaces)}
+        spaces = {number: known_of(number) for number in distinct(listing.spaces)}
         namespaces = np.zeros(count, np.int32)
         for number, known in spaces.items():
             assert known is not None
@@ -371,7 +372,7 @@ def usable(listing: Listing, sizes_of: Callable[[int], Sequence[int]]) -> npt.ND
     `sizes_of(number)`: bytes of an extent by part; none for an unknown namespace.
     """
     good = np.zeros(len(listing), np.bool_)
-    for number in np.unique(listing.spaces).tolist():
+    for number in distinct(listing.spaces):
         mine, sizes = listing.spaces == number, sizes_of(number)
         fits = mine & bool(sizes)
         for part, extents in enumerate(listing.extents):

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.store.allocator import SlabAllocator, SlabStatistics
+from kvpool.store.sorting import distinct
 
 
 class Space:
@@ -69,7 +70,7 @@ class Space:
         """Takes what an earlier life had; False where it contradicts the rest."""
         good = np.zeros(len(addresses), np.bool_)
         rounded = -(-sizes // self._block) * self._block
-        for nbytes in np.unique(rounded).tolist():
+        for nbytes in distinct(rounded):
             if 0 < nbytes <= self.segment_bytes:
                 mine = np.flatnonzero(rounded == nbytes)
                 good[mine] = self.slabs.claim(addresses[mine], nbytes)
