@@ -60,7 +60,8 @@ class LimitsMachine(RuleBasedStateMachine):
             return
         before = {other: self.held(other) for other in TENANTS}
         evicted = self.store.counters.evicted_chunks
-        slots = self.store.allocator.free_slots(size)  # room in segments of other sizes is none
+        allocator = self.store.allocator
+        slots = allocator.free_slots(size) if allocator else 0  # not of other sizes
         parent = keys[told - 1] if told else b""
         got = self.store.reserve(session, known.id, parent, b"".join(keys[told:]))
         self.world.fill(known, got, keys[told:])
