@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from threading import Event, Lock
 from types import SimpleNamespace
@@ -105,3 +106,11 @@ def test_what_is_wrong_with_a_folder_is_said_when_the_tiers_start(tmp_path: Path
 
     asyncio.run(begin())
     held.opened.close()
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 2)])
+def test_who_writes_leaves_cores_to_who_matches(
+    cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    assert running._writers() == threads
