@@ -1,4 +1,5 @@
-"""Sorting of a million numbers and more, several times faster than `argsort`."""
+"""Sorting a million numbers and more, and the few values among them, several times faster than
+`argsort` and `unique`."""
 
 from __future__ import annotations
 
@@ -38,6 +39,6 @@ def distinct(values: npt.NDArray[np.integer]) -> list[int]:
     return sorted({*found, *np.unique(values).tolist()})
 
 
-def run_starts(ascending: npt.NDArray[np.generic]) -> Places:
-    """Where each run of equal values begins."""
-    return np.flatnonzero(np.r_[True, ascending[1:] != ascending[:-1]][: len(ascending)])
+def run_starts(values: npt.NDArray[np.generic]) -> Places:
+    """Where each run of equal `values` begins."""
+    return np.flatnonzero(np.r_[True, values[1:] != values[:-1]][: len(values)])
