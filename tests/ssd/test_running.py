@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from pathlib import Path
 from threading import Event, Lock
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from kvpool.proto.errors import ConfigError
 from kvpool.store.service import Health
 from kvpool.store.ssd import running
+from kvpool.store.ssd.lanes import Threads
 from kvpool.store.ssd.running import SsdTiers
 from kvpool.store.ssd.starting import Found, look
 
@@ -106,6 +108,31 @@ def test_what_is_wrong_with_a_folder_is_said_when_the_tiers_start(tmp_path: Path
 
     asyncio.run(begin())
     held.opened.close()
+
+
+def test_an_end_takes_all_results_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[int] = []
+    lanes = Threads(1, 1, lambda: None)
+    for number in range(200):
+        lanes.later(partial(got.append, number))
+
+    class Tier:
+        idle = property(lambda self: len(got) == 200)
+
+    shelf = SimpleNamespace(tier=Tier())
+    ssd: Any = SimpleNamespace(shelf=shelf, trouble=lambda: "")
+    opened: Any = SimpleNamespace(close=lambda: None)
+    monkeypatch.setattr(running, "END_S", 1.0)  # fifty turns
+
+    async def end() -> None:
+        begun = tiers(tmp_path)
+        begun._running.append(running._Running(domain(), ssd, lanes, opened))
+        await begun.close()
+
+    asyncio.run(end())
+    assert got == list(range(200))
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 2)])

@@ -141,7 +141,8 @@ class SsdTiers:
             while not running.ssd.shelf.tier.idle and time.monotonic() < end:
                 if running.ssd.trouble():
                     break
-                running.lanes.poll()
+                while running.lanes.poll():  # nobody else is to be served any more
+                    pass
                 await asyncio.sleep(TURN_S)
             if await asyncio.to_thread(running.lanes.close, max(0.1, end - time.monotonic())):
                 running.opened.close()
