@@ -15,6 +15,8 @@ import torch
 
 from kvpool.client.engines.vllm.memory import DeviceMemory, HostMemory, Memory, memory_of
 from kvpool.proto.errors import ConfigError
+from kvpool.transfer.paging import HUGE
+from tests.transfer.pages import kernel_collapses, kilobytes, small_pages
 
 PAGE = 256
 
@@ -62,6 +64,16 @@ def test_a_block_may_be_several_of_the_kernels() -> None:
     into = np.zeros(2 * cache[0].numel() * 4, np.uint8)
     memory_of([cache], 4, into.size).copy_out([3], into)
     assert np.array_equal(into.view(np.float32), cache[6:8].reshape(-1).numpy())
+
+
+def test_pages_in_host_memory_become_huge_ones_with_their_content() -> None:
+    memory = small_pages(2)
+    memory[:] = np.arange(memory.size) % 251
+    cache = torch.from_numpy(memory).view(2, 4, -1)
+    assert kilobytes(memory, "AnonHugePages") == 0
+    memory_of([cache[0], cache[1]], 4, HUGE // 4)
+    assert kilobytes(memory, "AnonHugePages") == (2 * HUGE // 1024 if kernel_collapses() else 0)
+    assert np.array_equal(memory, np.arange(memory.size) % 251)
 
 
 def test_a_cache_whose_blocks_are_not_dense_is_refused() -> None:

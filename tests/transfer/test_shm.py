@@ -26,7 +26,7 @@ from kvpool.proto.errors import (
     UnreachableError,
 )
 from kvpool.transfer.base import Item, Region, Status, encode_descriptor
-from kvpool.transfer.mapping import HUGE
+from kvpool.transfer.paging import HUGE
 from kvpool.transfer.shm import (
     MappedRegion,
     PassedRegion,
@@ -163,7 +163,7 @@ def test_populate_works_on_kernels_that_cannot_prefault(
     memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = memory.create_region(3 * PAGE)
-    monkeypatch.setattr("kvpool.transfer.mapping._MADV_POPULATE_WRITE", 9999)
+    monkeypatch.setattr("kvpool.transfer.paging._MADV_POPULATE_WRITE", 9999)
     assert list(shared.populate(2 * PAGE)) == [2 * PAGE, 3 * PAGE]
     fd = shared.descriptor(writable=False)
     assert os.fstat(fd).st_blocks * 512 == 3 * PAGE

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import mmap
 import os
 import weakref
@@ -17,14 +16,10 @@ import weakref
 import numpy as np
 
 from kvpool.proto.errors import InvalidError
+from kvpool.transfer import paging
 from kvpool.transfer.copying import Bytes
+from kvpool.transfer.paging import HUGE
 
-HUGE = 2 << 20
-"""Bytes of a huge page, whose first touch costs each process as much as that of one small page
-(of which there are 512). Where they are of another size, pages stay small."""
-
-_MADV_POPULATE_WRITE = 23
-_MADV_COLLAPSE = 25
 _MAP_FIXED = 0x10
 _MAP_FIXED_NOREPLACE = 0x100000
 _MAP_NORESERVE = 0x4000
@@ -41,7 +36,6 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -59,32 +53,14 @@ class Mapping:
         try:
             address = _map_aligned(nbytes, protection, fd)
             self._pages = _Pages(address, nbytes, writable)
-            _advise(address, nbytes, mmap.MADV_DONTFORK)
+            paging.advise(address, nbytes, mmap.MADV_DONTFORK)
         except OSError as error:
             raise InvalidError(f"cannot map {nbytes} bytes: {error.strerror}") from error
         self.array: Bytes = np.asarray(self._pages)
 
     def populate(self, offset: int, nbytes: int) -> bool:
-        """Fault pages in, with an error where touching them would raise SIGBUS; huge ones where
-        the kernel has them, whatever /sys/kernel/mm/transparent_hugepage says of shared memory
-        (Linux 6.1, unless that is "deny").
-
-        REQUIRES: a writable map, `offset` a multiple of the page size. Returns whether the kernel
-        knows how (Linux 5.14); raises `OSError` if there is no memory.
-        """
-        start = self._pages.address + offset
-        try:
-            first, end = -(-start // HUGE) * HUGE, (start + nbytes) // HUGE * HUGE
-            for page in range(first, end, HUGE):  # what has no page at all does not collapse
-                _advise(page, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
-            with contextlib.suppress(OSError):  # then they are small
-                _advise(first, max(0, end - first), _MADV_COLLAPSE)
-            _advise(start, nbytes, _MADV_POPULATE_WRITE)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return False
-            raise
-        return True
+        """See `paging.populate`; `offset` is a multiple of the page size."""
+        return paging.populate(self._pages.address + offset, nbytes)
 
 
 class _Pages:
@@ -131,11 +107,6 @@ def _map_aligned(nbytes: int, protection: int, fd: int) -> int:
         if stop > start:
             _libc.munmap(start, stop - start)
     return address
-
-
-def _advise(address: int, nbytes: int, advice: int) -> None:
-    if _libc.madvise(address, nbytes, advice):
-        raise _os_error()
 
 
 def _os_error() -> OSError:
