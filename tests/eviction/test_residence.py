@@ -47,7 +47,7 @@ class Residence(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = Index(CAPACITY, seed=1)
-        facts = Facts(tags=self.tags)
+        facts = Facts(tags=self.tags, idle=self.index.idle)
         self.policy = make_policy(self.policy_name, CAPACITY, self.evictable, facts)
         self.held: list[tuple[NDArray[np.int32], Rows]] = []
         """Leases and pins: the column that counts them, and their rows."""

@@ -100,20 +100,20 @@ class Simulation:
         if self._offline:
             self._next_use[blocks] = uses = self._prepared.next_uses[number]
             wanted = int(np.count_nonzero(uses < NEVER))
-        rows = known = self._leading(keys)
+        known = self._leading(keys)
+        added = known[:0]
         index.leases[known] = 1
         if len(known) < wanted:
             added = self._store(blocks[:wanted], keys, known)
             policy.admit(added)
-            rows = np.concatenate([known, added])
         policy.touch(known)
         if hint is not None and isinstance(policy, TakesHints):
-            policy.hint(rows, hint)
+            policy.hint(np.concatenate([known, added]), hint)
         index.leases[known] = 0
-        policy.unblock(rows[-1:])  # below each of the others is the next one
-        self._count(len(blocks), len(known), len(rows))
+        policy.unblock((added if len(added) else known)[-1:])  # above it, each has a child
+        self._count(len(blocks), len(known), len(added))
         if self._offline:
-            self._shed(rows[len(known) :])
+            self._shed(added)
 
     def check_integrity(self) -> None:
         """O(capacity)."""
@@ -169,13 +169,13 @@ class Simulation:
         self._index.release_all(rows)
         return rows
 
-    def _count(self, asked: int, hits: int, resident: int) -> None:
+    def _count(self, asked: int, hits: int, added: int) -> None:
         counts, work = self.counts, self._prepared.work
         counts.references += asked
         counts.hits += hits
         counts.work += work[asked]
         counts.saved_work += work[hits]
-        counts.writes += resident - hits
+        counts.writes += added
 
     # ---- what a policy may ask
 
@@ -191,4 +191,5 @@ class Simulation:
             tags=lambda rows: tags[self._block[rows]],
             depths=lambda rows: depths[self._block[rows]],
             next_uses=lambda rows: self._next_use[self._block[rows]],
+            idle=self._index.idle,
         )

@@ -32,7 +32,7 @@ class TwoTiers(Simulation):
         self._on_ssd = np.zeros(dram + ssd, np.bool_)
         self._dram_children = np.zeros(dram + ssd, np.int32)
         self._dram_used = self._ssd_used = 0
-        facts = self._facts()
+        facts = replace(self._facts(), idle=None)
         here = replace(facts, room=lambda: self._dram - self._dram_used)
         below = replace(facts, room=lambda: self._ssd - self._ssd_used)
         self.policy = make_policy(policy, dram + ssd, self._may_leave_dram, here)
@@ -67,7 +67,7 @@ class TwoTiers(Simulation):
         policy.unblock(rows[-1:])  # below each of the others is the next one
         self.ssd_policy.unblock(written)
         self.counts.ssd_hits += len(cold)
-        self._count(len(blocks), len(known), len(known) + len(added))
+        self._count(len(blocks), len(known), len(added))
 
     def check_integrity(self) -> None:
         """O(capacity)."""

@@ -202,10 +202,9 @@ class Digests:
         """`remove` of many."""
         places = self._place[rows].astype(np.intp)
         if self._spilled:
-            some = [
-                place == _SPILLED or place // _WAYS in self._spilled for place in places.tolist()
-            ]
-            if any(some):
+            buckets = (places // _WAYS).tolist()
+            if _SPILLED in buckets or not self._spilled.keys().isdisjoint(buckets):
+                some = [bucket == _SPILLED or bucket in self._spilled for bucket in buckets]
                 alone = np.array(some)
                 for row in rows[alone].tolist():
                     self.remove(row)

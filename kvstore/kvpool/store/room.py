@@ -115,6 +115,7 @@ class Room:
                 tags=self.index.tags,
                 room=lambda: self._chunks_free(shape, account),
                 ghosts_per_row=max(1, sum(shape) // _BYTES_PER_GHOST),
+                idle=self.index.idle,
             )
             policy = make_policy(
                 self.options.policy, self.options.chunks, self.evictable, facts, self._seed

@@ -13,6 +13,8 @@ Rows = NDArray[np.intp]
 """Row numbers, shape ``(n,)``."""
 Evictable = Callable[[Rows], NDArray[np.bool_]]
 """True where a row may go now: it has no children, lease or pin. The store's knowledge."""
+Idle = Callable[[int], bool]
+"""The same of one row."""
 Gone = Callable[[int], int]
 """Takes a victim out of the store; returns its parent if that may go now, else -1."""
 
@@ -31,6 +33,8 @@ class Facts:
     """Rows that left and may be remembered, per row that fits. None: as many as are of use."""
     next_uses: Callable[[Rows], NDArray[np.int64]] | None = None
     """When each row will be used next, in any ascending unit: known to replays only."""
+    idle: Idle | None = None
+    """`Evictable` of one row, several times faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +144,24 @@ UNKNOWN = 0
 """The state of a row that is not known, in any policy: fresh memory is that."""
 
 
+def idle_by(evictable: Evictable, facts: Facts | None) -> Idle:
+    """What the store says of one row, or `evictable` asked about one."""
+    if facts and facts.idle:
+        return facts.idle
+    return lambda row: bool(evictable(np.array([row], np.intp))[0])
+
+
 def require_known(states: NDArray[np.uint8], rows: Rows) -> None:
     """Raises `ValueError` if one of `rows` is not known by `states`."""
     found = states[rows]
-    if np.count_nonzero(found) < len(rows):
+    if UNKNOWN in found.tobytes():
         raise ValueError(f"rows that were never admitted: {rows[found == UNKNOWN]}")
 
 
 def require_unknown(states: NDArray[np.uint8], rows: Rows) -> None:
     """Raises `ValueError` if one of `rows` is known by `states`."""
     found = states[rows]
-    if np.count_nonzero(found):
+    if found.tobytes().count(UNKNOWN) < len(rows):
         raise ValueError(f"rows that are known already: {rows[found != UNKNOWN]}")
 
 

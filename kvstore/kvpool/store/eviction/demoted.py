@@ -22,46 +22,40 @@ class Taken(NamedTuple):
     """Rows that may not go; they are not looked at again until `offer`."""
 
 
-class Demoted:
-    """A policy's demoted rows. False while there are none."""
+class Demoted(dict[int, int]):
+    """A policy's demoted rows: the order of each."""
 
     def __init__(self) -> None:
-        self._order: dict[int, int] = {}
+        super().__init__()
         self._heap: list[tuple[int, int]] = []  # (order, row); stale unless the order is the row's
         self._oldest = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._order)
-
-    def __contains__(self, row: int) -> bool:
-        return row in self._order
 
     def add(self, rows: Rows) -> None:
         for row in rows.tolist():
             self._oldest -= 1
-            self._order[row] = self._oldest
+            self[row] = self._oldest
             heappush(self._heap, (self._oldest, row))
-        if len(self._heap) > 2 * len(self._order) + _STALE_MAX:
-            self._heap = [entry for entry in self._heap if self._order.get(entry[1]) == entry[0]]
+        if len(self._heap) > 2 * len(self) + _STALE_MAX:
+            self._heap = [entry for entry in self._heap if self.get(entry[1]) == entry[0]]
             heapify(self._heap)
 
     def discard(self, row: int) -> bool:
         """True if it was demoted."""
-        return self._order.pop(row, None) is not None
+        return self.pop(row, None) is not None
 
     def entry(self, row: int) -> Entry:
-        return _VALUE, self._order[row], row
+        return _VALUE, self[row], row
 
     def offer(self, row: int) -> None:
         """A demoted row that was blocked may go."""
-        heappush(self._heap, (self._order[row], row))
+        heappush(self._heap, (self[row], row))
 
     def take(self, n: int, evictable: Evictable) -> Taken:
         """The first `n` that may go; `put` those back that stay."""
         taken = Taken([], [])
         while self._heap and len(taken.going) < n:
             order, row = heappop(self._heap)
-            if self._order.get(row) != order or self._heap[:1] == [(order, row)]:
+            if self.get(row) != order or self._heap[:1] == [(order, row)]:
                 continue  # stale, or offered twice: equal entries come up one after the other
             if evictable(np.array([row], np.intp))[0]:
                 taken.going.append((_VALUE, order, row))
@@ -75,4 +69,4 @@ class Demoted:
 
     def offered(self) -> set[int]:
         """The rows that `take` may find."""
-        return {row for order, row in self._heap if self._order.get(row) == order}
+        return {row for order, row in self._heap if self.get(row) == order}

@@ -58,12 +58,10 @@ class _Census(NamedTuple):
 
 
 class _Uses(NamedTuple):
-    """Rows of several calls, of each call the deepest first: columns by row, but for the last."""
+    """Rows of several calls, of each call the deepest first, and their stamps."""
 
     rows: Rows
     stamps: Stamps
-    call: NDArray[np.intp]
-    """Number of the call."""
     lengths: NDArray[np.int64]
     ends: Stamps
     """By call: how many rows, and the last stamp."""
@@ -73,15 +71,14 @@ def _laid_out(calls: Sequence[tuple[int, Rows]]) -> _Uses:
     """Of each call: the newest stamp before it, and its rows."""
     if len(calls) == 1:
         ((clock, rows),) = calls
-        count = len(rows)
-        call, end = np.zeros(count, np.intp), clock + count
+        end = clock + len(rows)
         stamps = np.arange(clock + 1, end + 1)
-        return _Uses(rows[::-1], stamps, call, np.array([count]), np.array([end]))
+        return _Uses(rows[::-1], stamps, np.array([len(rows)]), np.array([end]))
     lengths = np.array([len(rows) for _, rows in calls])
     ends = np.array([clock for clock, _ in calls]) + lengths
-    call = np.arange(len(calls)).repeat(lengths)
-    stamps = np.arange(1, len(call) + 1) + (ends - lengths.cumsum())[call]
-    return _Uses(np.concatenate([rows[::-1] for _, rows in calls]), stamps, call, lengths, ends)
+    every = np.concatenate([rows[::-1] for _, rows in calls])
+    stamps = np.arange(1, len(every) + 1) + (ends - lengths.cumsum()).repeat(lengths)
+    return _Uses(every, stamps, lengths, ends)
 
 
 class Experience:
@@ -106,9 +103,10 @@ class Experience:
         per_row = min(_GHOSTS_PER_ROW, facts.ghosts_per_row or _GHOSTS_PER_ROW)
         self.ghosts = Ghosts(per_row * max(self._capacity, min(capacity, _GHOST_ROWS_MIN)))
         self.hazards = Hazards()
-        self._index_at = memoryview(self.hazards.index.reshape(-1))
+        self._use_index()
         self._next_rank = _RANK_REFERENCES_MIN
         self._stride = 0.0  # references per request: no row is used again sooner than that
+        self._now = 0  # the clock, a stride ahead: what ages are counted to
         self._requests = 0  # since the last review
         self._lessons: dict[bool, list[tuple[Classes, Stamps]]] = {True: [], False: []}
         self._lesson_rows = 0
@@ -134,7 +132,7 @@ class Experience:
 
     def _admit(self, uses: _Uses) -> None:
         """New rows get a class, from what is remembered of them if they were here before."""
-        rows, call = uses.rows, uses.call
+        rows = uses.rows
         self._known += len(rows)
         if self._rows_end < len(self.stamps):
             self._rows_end = max(self._rows_end, int(rows.max()) + 1)
@@ -144,11 +142,12 @@ class Experience:
             self._tag[rows] = tags = self._tags(rows)
             back, ghosts = self.ghosts.take(tags)
             if len(back):
-                size = size - np.bincount(call[back], minlength=len(size))
+                call = size.cumsum().searchsorted(back, "right")
+                size = size - np.bincount(call, minlength=len(size))
                 touches = np.zeros(len(rows), np.uint8)
                 touches[back] = _TOUCHED[ghosts.classes] % 3
-                self._meet(ghosts.classes, ghosts.stamps, uses.ends[call[back]])
-        classes = _FIRST_CLASSES[_BREADTHS.searchsorted(size)][call]
+                self._meet(ghosts.classes, ghosts.stamps, uses.ends[call])
+        classes = _FIRST_CLASSES[_BREADTHS.searchsorted(size)].repeat(uses.lengths)
         self._classes[rows] = classes if touches is None else classes + touches
 
     def _touch(self, uses: _Uses) -> None:
@@ -156,7 +155,8 @@ class Experience:
         rows, stamps = uses.rows, uses.stamps
         classes, before = self._classes[rows], self.stamps[rows]
         self.stamps[rows] = stamps
-        if np.count_nonzero(self.stamps[rows] != stamps):  # some were used several times
+        several = len(uses.lengths) > 1
+        if several and (self.stamps[rows] != stamps).any():  # some were used several times
             order = rows.argsort(kind="stable")
             again = ~firsts(rows[order])
             before[order[again]] = stamps[order[again.nonzero()[0] - 1]]
@@ -164,7 +164,7 @@ class Experience:
             nth = number - np.maximum.accumulate(np.where(again, 0, number))
             classes[order] = _TOUCHED_BEFORE[np.minimum(nth, 2), classes[order]]
         self._classes[rows] = _TOUCHED[classes]
-        self._meet(classes, before, uses.ends[uses.call])
+        self._meet(classes, before, uses.ends.repeat(uses.lengths))
         self._own_hits += len(rows)
 
     def hint(self, rows: Rows, level: int) -> None:
@@ -175,7 +175,7 @@ class Experience:
         """Known rows became ghosts."""
         self._known -= len(rows)
         if self._tags is not None:
-            entries = self.stamps[rows] << CLASS_BITS | self._classes[rows]
+            entries = self.stamps[rows] * (1 << CLASS_BITS) + self._classes[rows]
             tags = self._tag[rows].tolist()
             if self.ghosts.add(dict(zip(tags, entries.tolist(), strict=True))):
                 self._bury()
@@ -197,6 +197,7 @@ class Experience:
         used = self._clock - self._shadow.newest
         self._stride += _STRIDE_WEIGHT * (used / max(1, self._requests) - self._stride)
         self._requests = 0
+        self._now = self._clock + int(self._stride)
         met = np.concatenate(self._met) if self._met else np.empty(0, np.int64)
         self._met = []
         changed = self.guard.account(used, self._own_hits, self._shadow.use(used, met), len(met))
@@ -216,9 +217,9 @@ class Experience:
 
     def worth(self, rows: Rows) -> NDArray[np.float64]:
         """What was learned of known rows, trusted or not: the index, times the cost."""
-        buckets = buckets_of(self._clock + int(self._stride) - self.stamps[rows])
-        cells = self._classes[rows] * _BUCKETS + buckets
-        worth: NDArray[np.float64] = self.hazards.index.reshape(-1)[cells]
+        cells = self._classes[rows] * _BUCKETS
+        cells += buckets_of(self._now - self.stamps[rows])
+        worth: NDArray[np.float64] = self._index[cells]
         if self._depths is not None:
             worth *= 1 + self._cost * self._depths(rows)
         return worth
@@ -232,7 +233,7 @@ class Experience:
         stamp = self.stamps_at[row]
         if not self.guard.trusts:
             return float(stamp), stamp, row
-        bucket = bisect_right(_LIMITS, self._clock + int(self._stride) - stamp)
+        bucket = bisect_right(_LIMITS, self._now - stamp)
         value: float = self._index_at[self._classes_at[row] * BUCKETS + bucket]
         if self._depths is not None:
             value *= 1 + self._cost * float(self._depths(np.array([row], np.intp))[0])
@@ -246,7 +247,7 @@ class Experience:
 
     def load(self, dumped: bytes) -> None:
         self.hazards.load(dumped)
-        self._index_at = memoryview(self.hazards.index.reshape(-1))
+        self._use_index()
         self.guard = Guard(self._capacity, learned=True)
 
     def _fitting(self, otherwise: int) -> int:
@@ -286,8 +287,12 @@ class Experience:
             self._clock - np.append(rows.stamps, ghosts.stamps),
             np.append(rows.weights, ghosts.weights),
         )
-        self._index_at = memoryview(self.hazards.index.reshape(-1))
+        self._use_index()
         self._next_rank = self._clock + max(_RANK_REFERENCES_MIN, self._capacity)
+
+    def _use_index(self) -> None:
+        self._index = self.hazards.index.reshape(-1)
+        self._index_at = memoryview(self._index)
 
     def _census_of_rows(self) -> _Census:
         if self._rows_end > _CENSUS:

@@ -23,17 +23,15 @@ from kvpool.store.eviction.sparse import sparse_zeros
 
 _WAYS = 4
 CLASS_BITS = 8
-_WAY = np.arange(_WAYS)
+_LINE = 2 * _WAYS
 _HALF = np.array(32, np.uint64)
+_CLASS_BITS_U64 = np.array(CLASS_BITS, np.uint64)
 _BURIED_TOGETHER = 128
 _RUN_LINES = 8
 
 Tags = NDArray[np.uint64]
 Stamps = NDArray[np.int64]
 Classes = NDArray[np.uint8]
-
-
-_NOTHING = np.empty(0, np.uint64)
 
 
 class Ghost(NamedTuple):
@@ -51,7 +49,7 @@ class Ghosts:
         bits = max(0, (-(-entries // _WAYS) - 1).bit_length())
         self.capacity = _WAYS << bits
         self._mask = np.array((1 << bits) - 1, np.uint64)
-        self._lines: Tags = sparse_zeros(2 * self.capacity, np.uint64).reshape(-1, 2 * _WAYS)
+        self._lines: Tags = sparse_zeros(2 * self.capacity, np.uint64).reshape(-1, _LINE)
         self._words = self._lines.reshape(-1)
         self._graves: dict[int, int] = {}  # the newest, not in the table yet
         self._buried = 0  # entries in the table
@@ -79,12 +77,12 @@ class Ghosts:
     def bury(self) -> Ghost:
         """Gives the newest entries their slots; returns the entries that made way."""
         if not self._graves:
-            return _ghost(_NOTHING)
-        tags = np.array(list(self._graves), np.uint64)
-        entries = np.array(list(self._graves.values()), np.uint64)
-        count = len(tags)
+            return _NO_GHOSTS
+        count = len(self._graves)
+        tags = np.fromiter(self._graves, np.uint64, count)
+        entries = np.fromiter(self._graves.values(), np.uint64, count)
         self._graves.clear()
-        lost = [_NOTHING]
+        lost = []
         while len(tags):
             places = self._oldest(tags)
             self._words[places - _WAYS] = tags
@@ -123,14 +121,16 @@ class Ghosts:
 
     def _take_buried(self, tags: Tags) -> tuple[NDArray[np.int64], Ghost]:
         if not self._buried:
-            return np.empty(0, np.int64), _ghost(_NOTHING)
-        places = self._places(tags)
-        alike = (self._words.take(places) == tags[:, None]).ravel().nonzero()[0]
+            return _NO_PLACES, _NO_GHOSTS
+        lines = self._lines_of(tags)
+        held = self._lines.take(lines, axis=0)[:, :, :_WAYS]
+        alike = (held == tags[:, None, None]).ravel().nonzero()[0]
         if not len(alike):
-            return alike, _ghost(_NOTHING)
-        found = alike // (2 * _WAYS)
+            return _NO_PLACES, _NO_GHOSTS
+        found = alike // _LINE
         once = firsts(found)  # a tag's two lines may be one
-        found, here = found[once], places.ravel()[alike[once]]
+        found, alike = found[once], alike[once]
+        here = lines.ravel()[alike // _WAYS] * _LINE + alike % _WAYS
         entries = self._words[here + _WAYS]
         self._buried -= len(found)
         self._words[here] = 0
@@ -139,22 +139,26 @@ class Ghosts:
 
     def _oldest(self, tags: Tags) -> NDArray[np.int64]:
         """For each tag, where the oldest of its eight entries is: an empty one, if there is one."""
-        places = self._places(tags) + _WAYS
-        oldest = self._words.take(places).argmin(axis=1)
-        out: NDArray[np.int64] = places[np.arange(len(tags)), oldest]
+        lines = self._lines_of(tags)
+        held = self._lines.take(lines, axis=0)[:, :, _WAYS:]
+        oldest = held.reshape(-1, _LINE).argmin(axis=1)
+        line = lines[np.arange(len(tags)), oldest // _WAYS]
+        out: NDArray[np.int64] = line * _LINE + (_WAYS + oldest % _WAYS)
         return out
 
-    def _places(self, tags: Tags) -> NDArray[np.int64]:
-        """Where each tag may be, shape (n, 8)."""
-        lines = np.empty((len(tags), 2, 1), np.uint64)
-        lines[:, 0, 0] = tags
-        lines[:, 1, 0] = tags >> _HALF
+    def _lines_of(self, tags: Tags) -> NDArray[np.int64]:
+        """The two lines in which each tag may be, shape (n, 2)."""
+        lines = np.empty((len(tags), 2), np.uint64)
+        lines[:, 0] = tags
+        lines[:, 1] = tags >> _HALF
         lines &= self._mask
-        places = lines.view(np.int64) * (2 * _WAYS) + _WAY
-        out: NDArray[np.int64] = places.reshape(-1, 2 * _WAYS)
-        return out
+        return lines.view(np.int64)
 
 
 def _ghost(entries: NDArray[np.uint64]) -> Ghost:
     """Unpacks (stamp << CLASS_BITS | class)."""
-    return Ghost((entries >> np.uint64(CLASS_BITS)).view(np.int64), entries.astype(np.uint8))
+    return Ghost((entries >> _CLASS_BITS_U64).view(np.int64), entries.astype(np.uint8))
+
+
+_NO_PLACES = np.empty(0, np.int64)
+_NO_GHOSTS = _ghost(np.empty(0, np.uint64))

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from heapq import heappop, heappush
-from itertools import compress, groupby, islice
+from itertools import compress, islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ from kvpool.store.eviction.base import (
     Hint,
     Rows,
     firsts,
+    idle_by,
     require_known,
     require_unknown,
 )
@@ -86,6 +87,7 @@ class PhzPolicy:
         """`cost_per_chunk`: what recomputing a chunk costs more for each chunk above it, as a
         share of what the first one costs. 0: all hits are worth the same."""
         self._evictable = evictable
+        self._idle = idle_by(evictable, facts)
         self._experience = Experience(
             capacity, facts or Facts(), seed=seed, cost_per_chunk=cost_per_chunk
         )
@@ -127,6 +129,8 @@ class PhzPolicy:
         return self._experience.guard.lead < 0
 
     def unblock(self, rows: Rows) -> None:
+        if len(rows) == 1 and self._state_at[rows[0]] != _BLOCKED:
+            return
         blocked = rows[self._state[rows] == _BLOCKED]
         if len(blocked):
             self._state[blocked] = _FRESH
@@ -294,13 +298,16 @@ class PhzPolicy:
         pending, self._pending, self._pending_rows = self._pending, [], 0
         self._waiting.clear()
         self._counted = 0
-        for hints, calls in groupby(pending, lambda call: call[0] > _TOUCH):
-            if hints:
-                for level, rows in calls:
-                    require_known(self._state, rows)
-                    self._experience.hint(rows, level)
-            else:
-                self._use(list(calls))
+        uses: list[tuple[int, Rows]] = []
+        for what, rows in pending:
+            if what <= _TOUCH:
+                uses.append((what, rows))
+                continue
+            self._use(uses)
+            uses = []
+            require_known(self._state, rows)
+            self._experience.hint(rows, what)
+        self._use(uses)
         few = len(self._open) <= _FEW_LEAVES
         share = 0 if self._experience.review() or few else len(self._open) // QUEUE_SHARE
         while len(self._queue) > share:  # what is queued must be among the least after these uses
@@ -367,9 +374,7 @@ class PhzPolicy:
         _, stamp, row = entry
         if self._experience.stamps_at[row] != stamp or self._state_at[row] != _OPEN:
             return False
-        if row in self._waiting:
-            return False
-        return bool(self._evictable(np.array([row], np.intp))[0])
+        return row not in self._waiting and self._idle(row)
 
     def _still_among(self, entries: list[Entry]) -> list[Entry]:
         """`_still` of many."""
@@ -410,8 +415,9 @@ class PhzPolicy:
         stamps = self._experience.stamps[rows]
         order = np.lexsort((stamps, values))[:wanted]
         columns = (column[order].tolist() for column in (values, stamps, rows))
-        least_first = zip(*columns, strict=True)
-        found = [entry for entry in least_first if entry[2] not in self._waiting]
+        found = list(zip(*columns, strict=True))
+        if self._waiting:
+            found = [entry for entry in found if entry[2] not in self._waiting]
         self._queue.extend(found)
         return len(found) > 0
 
@@ -426,10 +432,11 @@ class PhzPolicy:
     def _without_blocked(self, rows: Rows) -> Rows:
         """Those of the members that may go; the others are members no longer."""
         good = self._evictable(rows)
+        if False not in good.tolist():
+            return rows
         blocked = rows[~good]
-        if len(blocked):
-            self._state[blocked] = _BLOCKED
-            self._open.remove(blocked)
+        self._state[blocked] = _BLOCKED
+        self._open.remove(blocked)
         return rows[good]
 
     def _add_fresh(self, rows: Rows) -> None:
@@ -451,18 +458,17 @@ class PhzPolicy:
         if not looked:
             return 0
         rows = looked[0] if len(looked) == 1 else np.concatenate(looked)
-        waiting = rows[self._state[rows] == _FRESH]
-        if len(waiting):
-            waiting.sort()
-            self._sort_in(waiting[firsts(waiting)])
+        self._sort_in(rows[self._state[rows] == _FRESH])
         self._fresh_rows -= count
         return count
 
     def _sort_in(self, waiting: Rows) -> None:
-        """Rows that are fresh or blocked become members, if they may go."""
-        good = self._evictable(waiting)
-        rows = waiting[good]
+        """Fresh rows become members, if they may go; some come twice."""
+        rows = waiting[self._evictable(waiting)]
         self._state[waiting] = _BLOCKED
+        if len(rows) > 1:
+            rows.sort()
+            rows = rows[firsts(rows)]
         self._state[rows] = _OPEN
         if self._demoted:
             demoted = [row for row in rows.tolist() if row in self._demoted]

@@ -23,6 +23,7 @@ from kvpool.store.eviction.base import (
     Facts,
     Gone,
     Rows,
+    idle_by,
     require_known,
     require_unknown,
 )
@@ -33,7 +34,7 @@ SMALL_SHARE = 0.3
 _USES_MAX = 3
 _GHOSTS_PER_ROW = 4
 _SCAN_ROWS = 8
-"""Rows that are asked about together."""
+"""Rows that were not used, in one scan."""
 
 _STALE_MAX = 1024
 
@@ -46,6 +47,9 @@ _NOWHERE = -1
 _SMALL = 0
 _MAIN = 1
 
+_USED = np.minimum(np.arange(256) + 1, _USES_MAX).astype(np.uint8)
+"""The count of uses after one more."""
+
 Slot = tuple[int, int]
 """(place, row): stale unless the place is the row's."""
 
@@ -55,6 +59,7 @@ class S3FifoPolicy:
 
     def __init__(self, capacity: int, evictable: Evictable, facts: Facts | None = None) -> None:
         self._evictable = evictable
+        self._idle = idle_by(evictable, facts)
         self._tags = facts.tags if facts else None
         self._ghosts = Ghosts(_GHOSTS_PER_ROW * capacity)
         self._state = np.zeros(capacity, np.uint8)
@@ -79,19 +84,14 @@ class S3FifoPolicy:
         require_unknown(self._state, rows)
         self._state[rows] = _QUEUED
         self._uses[rows] = 0
-        deepest_first, back = rows[::-1], rows[:0]
+        deepest_first = rows[::-1]
         if self._tags is not None:
             self._tag[deepest_first] = tags = self._tags(deepest_first)
             here = self._ghosts.take(tags)[0]
-            deepest_first, back = np.delete(deepest_first, here), deepest_first[np.sort(here)]
-        for queue, entering in ((_SMALL, deepest_first), (_MAIN, back)):
-            self._queue[entering] = queue
-            self._rows[queue] += len(entering)
-            first, self._places = self._places + 1, self._places + len(entering)
-            self._place[entering] = np.arange(first, self._places + 1)
-            self._queues[queue].extend(
-                zip(range(first, self._places + 1), entering.tolist(), strict=True)
-            )
+            if len(here):
+                self._enter(_MAIN, deepest_first[np.sort(here)])
+                deepest_first = np.delete(deepest_first, here)
+        self._enter(_SMALL, deepest_first)
         self._compact()
 
     def touch(self, rows: Rows) -> None:
@@ -176,7 +176,7 @@ class S3FifoPolicy:
         pending, self._pending = self._pending, []
         for rows in pending:
             require_known(self._state, rows)
-            self._uses[rows] = np.minimum(self._uses[rows] + 1, _USES_MAX)
+            self._uses[rows] = _USED[self._uses[rows]]
             if self._demoted:
                 for row in rows[::-1].tolist():
                     if self._demoted.discard(row) and self._state_at[row] == _QUEUED:
@@ -195,6 +195,14 @@ class S3FifoPolicy:
         self._state[rows] = UNKNOWN
 
     # ---- queues
+
+    def _enter(self, queue: int, rows: Rows) -> None:
+        """New rows, the oldest first, at the new end of a queue."""
+        self._rows[queue] += len(rows)
+        first, self._places = self._places + 1, self._places + len(rows)
+        self._queue[rows] = queue
+        self._place[rows] = np.arange(first, self._places + 1)
+        self._queues[queue].extend(zip(range(first, self._places + 1), rows.tolist(), strict=True))
 
     def _new_place(self, row: int) -> tuple[int, int]:
         place = self._places = self._place_at[row] = self._places + 1
@@ -222,44 +230,39 @@ class S3FifoPolicy:
 
     def _validate(self) -> None:
         """What is ready was found by an earlier call: since then it may have been used or held."""
-        if self._ready:
-            before, self._ready = self._ready, deque()
-            self._make_ready([slot for slot in before if self._place_at[slot[1]] == slot[0]])
+        before, self._ready = self._ready, deque()
+        for slot in before:
+            self._sift(slot)
 
     def _find(self, n: int) -> bool:
         """Scans until `n` victims are ready, or all that may go; True if there are any."""
-        while len(self._ready) < n and (scanned := self._scan()):
-            self._make_ready(scanned)
+        while len(self._ready) < n and self._scan():
+            pass
         return len(self._ready) > 0
 
-    def _make_ready(self, entries: list[Slot]) -> None:
-        """Those of the entries that may go and were not used since."""
-        rows = np.array([row for _, row in entries], np.intp)
-        for entry, good in zip(entries, self._evictable(rows).tolist(), strict=True):
-            row = entry[1]
-            if self._uses_at[row]:
-                self._keep(row)
-            elif good:
-                self._ready.append(entry)
-            else:
-                self._state_at[row] = _BLOCKED
-
-    def _scan(self) -> list[Slot]:
-        """The oldest entries that were not used; the used ones move on. Empty: no more rows."""
-        out: list[Slot] = []
+    def _scan(self) -> bool:
+        """Sifts the oldest slots, until some rows were not used; False if there are no more."""
         small, main = self._queues
-        place_at, uses_at = self._place_at, self._uses_at
         share = SMALL_SHARE * sum(self._rows)
-        while len(out) < _SCAN_ROWS and (small or main):
+        unused = 0
+        while unused < _SCAN_ROWS and (small or main):
             from_small = small and (not main or len(small) > share)
-            slot = (small if from_small else main).popleft()
-            row = slot[1]
-            if place_at[row] == slot[0]:
-                if uses_at[row]:
-                    self._keep(row)
-                else:
-                    out.append(slot)
-        return out
+            unused += self._sift((small if from_small else main).popleft())
+        return unused > 0
+
+    def _sift(self, slot: Slot) -> bool:
+        """The row of a slot is ready if it may go; a used one moves on. True if it was not used."""
+        place, row = slot
+        if self._place_at[row] != place:
+            return False
+        if self._uses_at[row]:
+            self._keep(row)
+            return False
+        if self._idle(row):
+            self._ready.append(slot)
+        else:
+            self._state_at[row] = _BLOCKED
+        return True
 
     def _keep(self, row: int) -> None:
         """A used row gets another round, in the main queue."""
