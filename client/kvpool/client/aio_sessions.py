@@ -54,8 +54,8 @@ class AsyncSession:
         deadline_s: float | None = None,
     ) -> Match:
         """The match is a plain context manager: releasing it needs no await."""
-        query = matching.Query(prompt, extras, parts, lease_s, peek, prefill_tokens_s)
-        return await self._client.run(matching.match(self.core, query), deadline_s)
+        steps = matching.match(self.core, prompt, extras, parts, lease_s, peek, prefill_tokens_s)
+        return await self._client.run(steps, deadline_s)
 
     async def prefetch(
         self,

@@ -107,8 +107,11 @@ class SocketChannel:
         if self._silent:
             end = min(end, time.monotonic() + PATIENCE_S)
         try:
-            with _Held(self._lock, end):
+            _acquire(self._lock, end)
+            try:
                 result = function(argument, end)
+            finally:
+                self._lock.release()
         finally:
             if self._closing:
                 self._close_if_idle()
@@ -291,8 +294,11 @@ class BlockingLink:
             return self._dial(end)
         if isinstance(effect, Pause):
             return time.sleep(min(effect.seconds, left(end)))
-        with _Held(self._exclusive, end):
+        _acquire(self._exclusive, end)
+        try:
             return self.run(effect.steps(), min(end, time.monotonic() + effect.seconds))
+        finally:
+            self._exclusive.release()
 
     def after_fork(self) -> None:
         """In the child, where the threads that held locks do not exist."""
@@ -310,22 +316,12 @@ def dialler(address: str | LocalStore) -> Callable[[float], Channel]:
     return dial
 
 
-class _Held:
-    """A lock with a deadline on the monotonic clock."""
-
-    __slots__ = ("_end", "_lock")
-
-    def __init__(self, lock: threading.Lock, end: float) -> None:
-        self._lock, self._end = lock, end
-
-    def __enter__(self) -> None:
-        if self._lock.acquire(blocking=False):
-            return
-        if not self._lock.acquire(timeout=max(0.0, self._end - time.monotonic())):
-            raise DeadlineError("another thread's request did not end before the deadline")
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+def _acquire(lock: threading.Lock, end: float) -> None:
+    """Takes `lock` before `end` on the monotonic clock, or raises `DeadlineError`."""
+    if lock.acquire(blocking=False):
+        return
+    if not lock.acquire(timeout=max(0.0, end - time.monotonic())):
+        raise DeadlineError("another thread's request did not end before the deadline")
 
 
 _links: weakref.WeakSet[BlockingLink] = weakref.WeakSet()

@@ -32,7 +32,6 @@ from kvpool.transfer.copying import Bytes
 log = logging.getLogger("kvpool")
 
 M = TypeVar("M", bound=Message | None)
-R = TypeVar("R")
 
 LocalRegions = Callable[[bytes], list[Bytes]]
 """The memory behind an attach token, for a store in this process."""
@@ -105,36 +104,41 @@ class Connection:
 
         Raises what the daemon reports, `UnreachableError` and `ProtocolError`.
         """
-        answer = yield from self._exchange(Call(self.channel, body), kind)
-        self._backoff.succeeded()
-        return answer
+        return self._answer(Call(self.channel, body), kind)
 
     def post(self, body: Message) -> Steps[int]:
         """One request, whose response is to be had for a ticket: see `Channel.post`."""
-        return (yield from self._exchange(Post(self.channel, body), int))
+        try:
+            ticket: int = yield Post(self.channel, body)
+        except KvpoolError as error:
+            self._failed(error)
+            raise
+        return ticket
 
     def answer(self, ticket: int, kind: type[M]) -> Steps[M]:
         """The response to what was posted, as from `ask`."""
         try:
-            answer = yield from self._exchange(Await(self.channel, ticket), kind)
+            return (yield from self._answer(Await(self.channel, ticket), kind))
         except BaseException:
             self.channel.drop(ticket)
             raise
-        self._backoff.succeeded()
-        return answer
 
-    def _exchange(self, effect: Effect, kind: type[R]) -> Steps[R]:
+    def _answer(self, effect: Effect, kind: type[M]) -> Steps[M]:
         try:
             answer = yield effect
             if not isinstance(answer, kind):
                 raise ProtocolError(f"the daemon answered with {type(answer).__name__}")
         except KvpoolError as error:
-            if isinstance(error, DeadlineError):
-                self._backoff.failed(error)
-            if isinstance(error, ProtocolError) or not self.channel.alive:
-                self.retire()
+            self._failed(error)
             raise
+        self._backoff.succeeded()
         return answer
+
+    def _failed(self, error: KvpoolError) -> None:
+        if isinstance(error, DeadlineError):
+            self._backoff.failed(error)
+        if isinstance(error, ProtocolError) or not self.channel.alive:
+            self.retire()
 
     def notify(self, body: Message, *, vital: bool = True) -> bool:
         """One-way, see `Channel.notify`: a dead connection has given everything back already."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from kvpool.client.effects import Steps
 from kvpool.client.fields import milliseconds, outcomes_of
-from kvpool.client.results import EXTENT_BYTES, HIT, UNKNOWN, Grant, Match, outcome_of
+from kvpool.client.results import EXTENT_BYTES, HIT, Grant, Match, outcome_of
 from kvpool.client.session import Membership, Prompt, SessionCore
 from kvpool.proto import wire_pb2 as wire
 from kvpool.proto.errors import InvalidError, KvpoolError, ProtocolError
@@ -23,36 +22,33 @@ LEARNED = -1.0
 """As a prefill speed: what the store has learned from the publishes of this namespace."""
 
 
-class Query(NamedTuple):
-    """What a match asks for; see `Session.match`."""
-
-    prompt: Prompt
-    extras: Sequence[Extra] | None = None
-    parts: tuple[str, ...] | None = None
-    lease_s: float = 0.0
-    peek: bool = False
-    prefill_tokens_s: float = 0.0
-
-
-def match(session: SessionCore, query: Query) -> Steps[Match]:
+def match(
+    session: SessionCore,
+    prompt: Prompt,
+    extras: Sequence[Extra] | None,
+    parts: tuple[str, ...] | None,
+    lease_s: float,
+    peek: bool,
+    prefill_tokens_s: float,
+) -> Steps[Match]:
     """See `Session.match`."""
-    mask = session.namespace.part_mask(query.parts)
-    lease_ms = milliseconds(query.lease_s)
+    mask = session.namespace.part_mask(parts)
+    lease_ms = milliseconds(lease_s)
     try:
         membership = session.present or (yield from session.joined())
     except KvpoolError as error:
         known = session.membership is not None
-        keys = session.keys(query.prompt, query.extras) if known else b""
+        keys = session.keys(prompt, extras) if known else b""
         return _no_match(session, keys, error)
-    keys = membership.identity.keys(query.prompt, query.extras)
+    keys = membership.identity.keys(prompt, extras)
     keys = keys[: _most(membership, mask.bit_count()) * KEY_BYTES]
     if not keys:
         return Match(keys, session.namespace.chunk_tokens)
     request = wire.Match(
-        namespace=membership.number, keys=keys, parts=mask, lease_ms=lease_ms, peek=query.peek
+        namespace=membership.number, keys=keys, parts=mask, lease_ms=lease_ms, peek=peek
     )
-    if query.prefill_tokens_s:
-        request.prefill_tokens_s = query.prefill_tokens_s
+    if prefill_tokens_s:
+        request.prefill_tokens_s = prefill_tokens_s
     started = time.monotonic()
     try:
         matched = yield from membership.connection.ask(request, wire.Matched)
@@ -112,34 +108,33 @@ def _matched(
     membership: Membership, keys: bytes, matched: wire.Matched, mask: int, started: float
 ) -> Match:
     """Raises `ProtocolError` for an answer that does not fit the question."""
-    namespace, hits = membership.identity.namespace, matched.hits
-    parts = namespace.part_indices(mask)
-    lease = matched.lease
-    extents = matched.extents if lease else b""
-    wanted = EXTENT_BYTES * hits * len(parts) if lease else 0
-    held, asked = hits + matched.ssd_chunks, len(keys) // KEY_BYTES
-    if held > asked or len(extents) != wanted:
-        membership.connection.retire()
-        raise ProtocolError(f"{hits} chunks in {len(extents)} bytes of extents were matched")
-    grant = None
+    namespace = membership.identity.namespace
+    hits, ssd_chunks, lease = matched.hits, matched.ssd_chunks, matched.lease
+    held, asked = hits + ssd_chunks, len(keys) // KEY_BYTES
+    grant, fits = None, held <= asked
     if lease:
+        extents, parts = matched.extents, namespace.part_indices(mask)
+        fits &= len(extents) == EXTENT_BYTES * hits * len(parts)
         # Counted from before the request: the store's own deadline is never earlier.
         deadline = started + matched.lease_ms / 1000
         grant = Grant(membership, lease, deadline, extents, parts)
-    missed = held < asked
-    return Match(
-        keys,
-        namespace.chunk_tokens,
-        chunks=held,
-        outcome=Outcome(matched.miss_outcome) if missed else HIT,
-        reason=Reason(matched.miss_reason) if missed else UNKNOWN,
-        grant=grant,
-        ssd_chunks=matched.ssd_chunks,
-        load_s=matched.load_ms / 1000,
-        skipped=matched.skipped,
-    )
+    if not fits:
+        membership.connection.retire()
+        raise ProtocolError(
+            f"{hits} of {asked} chunks in {len(matched.extents)} bytes of extents were matched"
+        )
+    match = Match(keys, namespace.chunk_tokens, held, grant=grant)
+    if held < asked:
+        match.outcome, match.reason = Outcome(matched.miss_outcome), Reason(matched.miss_reason)
+        match.skipped = matched.skipped
+    else:
+        match.outcome = HIT
+    if ssd_chunks:
+        match.ssd_chunks, match.load_s = ssd_chunks, matched.load_ms / 1000
+    return match
 
 
 def _no_match(session: SessionCore, keys: bytes, error: KvpoolError) -> Match:
-    size = session.namespace.chunk_tokens
-    return Match(keys, size, outcome=outcome_of(error), error=str(error))
+    match = Match(keys, session.namespace.chunk_tokens)
+    match.outcome, match.error = outcome_of(error), str(error)
+    return match

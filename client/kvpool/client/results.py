@@ -85,53 +85,29 @@ class Match:
     releases itself; hand `lease` over to others only while you hold the match.
     """
 
-    __slots__ = (
-        "_borrowed",
-        "chunk_tokens",
-        "chunks",
-        "error",
-        "grant",
-        "keys",
-        "load_s",
-        "outcome",
-        "reason",
-        "skipped",
-        "ssd_chunks",
-    )
+    outcome: Outcome = MISS
+    """Of the first chunk that is not matched; HIT if all are."""
+    reason: Reason = UNKNOWN
+    error = ""
+    """Why the store could not answer, in words; empty if it did."""
+    ssd_chunks = 0
+    """The last so many of the matched chunks were on the store's SSD: pull loads them."""
+    load_s = 0.0
+    """How long that is expected to take, in seconds."""
+    skipped = 0
+    """Chunks that are stored, but would take longer to load than to compute."""
+    _borrowed = False
 
     def __init__(
-        self,
-        keys: bytes,
-        chunk_tokens: int,
-        *,
-        chunks: int = 0,
-        outcome: Outcome = MISS,
-        reason: Reason = UNKNOWN,
-        error: str = "",
-        grant: Grant | None = None,
-        ssd_chunks: int = 0,
-        load_s: float = 0.0,
-        skipped: int = 0,
+        self, keys: bytes, chunk_tokens: int, chunks: int = 0, *, grant: Grant | None = None
     ) -> None:
         self.keys = keys
         """Packed keys of all full chunks of the prompt."""
         self.chunks = chunks
         """Leading chunks that are stored and servable."""
         self.chunk_tokens = chunk_tokens
-        self.outcome = outcome
-        """Of the first chunk that is not matched; HIT if all are."""
-        self.reason = reason
-        self.error = error
-        """Why the store could not answer, in words; empty if it did."""
         self.grant = grant
         """The lease and what it covers; None once it is released, or if nothing matched."""
-        self.ssd_chunks = ssd_chunks
-        """The last so many of the matched chunks were on the store's SSD: pull loads them."""
-        self.load_s = load_s
-        """How long that is expected to take, in seconds."""
-        self.skipped = skipped
-        """Chunks that are stored, but would take longer to load than to compute."""
-        self._borrowed = False
 
     @property
     def lease(self) -> bytes:

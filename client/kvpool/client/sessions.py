@@ -75,8 +75,8 @@ class Session:
         has learned from publishes decides, if it has learned anything.
         Raises `InvalidError` and `NamespaceError` for what can never be right.
         """
-        query = matching.Query(prompt, extras, parts, lease_s, peek, prefill_tokens_s)
-        return self._client.run(matching.match(self.core, query), deadline_s)
+        steps = matching.match(self.core, prompt, extras, parts, lease_s, peek, prefill_tokens_s)
+        return self._client.run(steps, deadline_s)
 
     def prefetch(
         self,

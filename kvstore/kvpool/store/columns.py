@@ -12,8 +12,6 @@ from kvpool.proto.errors import InvalidError
 from kvpool.proto.outcomes import Outcome
 from kvpool.store.records import Explanation, Loading, Match
 
-KEYS_MAX = 1 << 17
-"""Keys per request."""
 DRAM, SSD = 2, 3
 """Numbers of the tiers in Explained."""
 
@@ -55,14 +53,6 @@ def items(packed: bytes) -> list[int] | None:
     if len(packed) % 4:
         raise InvalidError(f"{len(packed)} bytes of item numbers are no multiple of 4")
     return np.frombuffer(packed, "<u4").tolist() if packed else None
-
-
-def check_keys(keys: bytes) -> None:
-    """Raises `InvalidError` above `KEYS_MAX`."""
-    if len(keys) > 32 * KEYS_MAX:
-        raise InvalidError(
-            f"{len(keys) // 32} keys exceed the limit of {KEYS_MAX}; split the batch"
-        )
 
 
 def explained(found: Sequence[Explanation]) -> wire.Explained:

@@ -22,8 +22,6 @@ from kvpool.proto.errors import (
 )
 from kvpool.proto.namespace import Namespace
 from kvpool.store.columns import (
-    KEYS_MAX,
-    check_keys,
     explained,
     items,
     key_page,
@@ -32,6 +30,7 @@ from kvpool.store.columns import (
     verdict,
 )
 from kvpool.store.hints import Told
+from kvpool.store.records import KEYS_MAX
 from kvpool.store.store import Store, StoreSession
 
 if TYPE_CHECKING:
@@ -105,11 +104,11 @@ class Connection:
 
     def handle(self, request: wire.Request) -> Message | None:
         """The answer, an Error if it cannot be served; None if none is wanted (one-way)."""
-        verb = request.WhichOneof("body")
+        verb = request.WhichOneof("body") or "unknown"
         requests = self.service.counters.requests
-        requests[verb or "unknown"] = requests.get(verb or "unknown", 0) + 1
+        requests[verb] = requests.get(verb, 0) + 1
         try:
-            if verb is None:
+            if verb == "unknown":
                 raise InvalidError("this version does not know the verb; upgrade the daemon")
             answer = self._verbs[verb](getattr(request, verb))
         except KvpoolError as error:
@@ -190,14 +189,20 @@ class Connection:
     # ---- reading
 
     def _match(self, request: wire.Match) -> Message:
-        keys, peek = request.keys, request.peek
-        check_keys(keys)
-        if self.service.draining and not peek:
+        peek = request.peek
+        if not peek:
             self._check_draining()
         store, session = self._session_of_store
-        lease_s, prefill = request.lease_ms / 1000, request.prefill_tokens_s
         return matched(
-            store.match(session, request.namespace, keys, request.parts, lease_s, peek, prefill)
+            store.match(
+                session,
+                request.namespace,
+                request.keys,
+                request.parts,
+                request.lease_ms / 1000,
+                peek,
+                request.prefill_tokens_s,
+            )
         )
 
     def _adopt(self, request: wire.Adopt) -> Message:
@@ -256,7 +261,6 @@ class Connection:
     # ---- the rest
 
     def _hint(self, request: wire.Hint) -> Message:
-        check_keys(request.keys)
         told = Told(
             will_continue=_said(request, "will_continue"),
             gap_s=_said(request, "gap_s"),
@@ -268,14 +272,12 @@ class Connection:
         return verdict(self.store.hint(self.session, request.namespace, request.keys, told))
 
     def _pin(self, request: wire.Pin) -> Message:
-        check_keys(request.keys)
         if request.unpin:
             return verdict([self.store.unpin(self.session, request.namespace, request.keys)])
         ttl = request.ttl_ms / 1000
         return verdict(self.store.pin(self.session, request.namespace, request.keys, ttl))
 
     def _delete(self, request: wire.Delete) -> Message:
-        check_keys(request.keys)
         session, corrupt = self.session, request.quarantine
         return verdict(self.store.delete(session, request.namespace, request.keys, corrupt=corrupt))
 
@@ -283,7 +285,6 @@ class Connection:
         return wire.Count(count=self.store.clear(self.session, request.namespace))
 
     def _explain(self, request: wire.Explain) -> Message:
-        check_keys(request.keys)
         found = self.store.explain(self.session, request.namespace, request.keys)
         return explained(found)
 

@@ -107,14 +107,13 @@ class Digests:
             return self._found(np.array(few, np.intp))
         hashes = self._hashes(namespace, np.frombuffer(keys, np.uint64)[::4])
         buckets = self._buckets.take(hashes >> self._shift_u64, axis=0, mode="wrap")
-        halves = buckets.view(np.uint32).reshape(count, _WAYS, 2)
-        alike = (halves[:, :, 1] == hashes.astype(np.uint32)[:, None]).ravel().nonzero()[0]
-        rows = halves[:, :, 0].ravel()[alike].astype(np.intp)
-        if len(alike) == count:  # mostly one for each; if not, the comparison below shows it
-            rows -= 1
-        else:
+        halves = buckets.view(np.uint32).ravel()
+        alike = halves[1::2] == hashes.astype(np.uint32).repeat(_WAYS)
+        rows = halves[::2][alike].astype(np.intp)
+        rows -= 1
+        if len(rows) != count:  # mostly one for each; if not, the comparison below shows it
             some, rows = rows, np.full(count, NO_ROW)
-            rows[alike // _WAYS] = some - 1
+            rows[alike.nonzero()[0] // _WAYS] = some
         found = self._found(rows)
         if found.words[:, :4].tobytes() != keys or np.count_nonzero(found.namespace != namespace):
             self._settle(namespace, keys, buckets, found)

@@ -81,6 +81,8 @@ class Holders:
     def expire(self, now: float) -> int:
         """Ends the rights, and where nobody maps the pool also the leases; returns how many."""
         expired = self._leases.expire(now)
+        if not expired:
+            return 0
         ended: list[Lease] = []
         for lease in expired:
             if lease.items is not None:

@@ -84,11 +84,11 @@ class Leases:
         items: dict[int, WriteItem] | None = None,
     ) -> Lease:
         """A new lease held once by `session` until `deadline` (store clock, seconds)."""
-        lease = Lease(self._name(), tenant, namespace, rows, deadline, nbytes, items)
-        self._live[lease.id] = lease
+        name = self._name()
+        lease = Lease(name, tenant, namespace, rows, deadline, nbytes, items, {session: 1})
+        self._live[name] = self._held.setdefault(session, {})[name] = lease
         self.opened += 1
-        heapq.heappush(self._deadlines, (deadline, lease.id))
-        self.adopt(session, lease)
+        heapq.heappush(self._deadlines, (deadline, name))
         return lease
 
     def _name(self) -> bytes:

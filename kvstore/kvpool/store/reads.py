@@ -44,11 +44,11 @@ class Reads:
         unknown parts and `InvalidError` for a key that comes twice.
         """
         indices = known.namespace.part_indices(parts)
-        mask = parts or known.namespace.all_parts
+        mask = parts or known.all_parts
         if len(keys) <= _FEW * KEY_BYTES and not known.windows:
             rows = self._few(known, mask, keys)
             if rows is not None:
-                first = b"".join([self._index.extent_bytes(row) for row in rows])
+                first = b"".join(map(self._index.extent_bytes, rows))
                 return Run(len(rows), np.array(rows, np.intp), first, mask, indices)
         found = self._index.find(known.id, keys)
         hits = self._servable(known, mask, found)
@@ -63,8 +63,7 @@ class Reads:
             row = index.find_one(known.id, keys[at : at + KEY_BYTES])
             if row == NO_ROW or index.resident_at[row] & need != need:
                 break
-            above = rows[-1] if rows else index.parent_at[row]
-            if index.state_at[row] != LINKED or index.parent_at[row] != above:
+            if index.state_at[row] != LINKED or (rows and index.parent_at[row] != rows[-1]):
                 return None
             rows.append(row)
         return rows
@@ -73,8 +72,8 @@ class Reads:
         """How many leading rows a reader of the parts `mask` can use."""
         need = np.uint64(mask & known.prefix_mask)
         good = (found.resident & need) == need if need else found.resident != 0
-        hits = int(good.argmin())  # the first that is not
-        hits = self._linked(found, len(good) if good[hits] else hits)
+        hits = good.tobytes().find(False)
+        hits = self._linked(found, len(good) if hits < 0 else hits)
         if known.windows and hits:
             hits = _windowed(known, mask, found.resident[:hits])
         return hits

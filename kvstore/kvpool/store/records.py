@@ -15,6 +15,8 @@ from kvpool.proto.outcomes import Outcome, Reason
 from kvpool.store.accounts import Limits
 from kvpool.store.eviction import DEFAULT_POLICY
 
+KEYS_MAX = 1 << 17
+"""Keys per request."""
 NO_EXTENT = (-1, 0)
 """(address, generation) of a part that is not there."""
 
@@ -148,13 +150,16 @@ class Counters:
 
 
 def split_keys(keys: bytes) -> list[bytes]:
-    """The keys one by one. Raises `InvalidError` unless they are whole, and at least one."""
+    """The keys one by one. Raises as `check_keys`."""
     check_keys(keys)
     return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
 
 def check_keys(keys: bytes) -> int:
-    """The number of keys. Raises `InvalidError` unless they are whole, and at least one."""
-    if not keys or len(keys) % KEY_BYTES:
+    """The number of keys. Raises `InvalidError` unless they are whole, and 1 to `KEYS_MAX`."""
+    count, rest = divmod(len(keys), KEY_BYTES)
+    if rest or not count:
         raise InvalidError(f"{len(keys)} bytes of keys are not a positive multiple of {KEY_BYTES}")
-    return len(keys) // KEY_BYTES
+    if count > KEYS_MAX:
+        raise InvalidError(f"{count} keys exceed the limit of {KEYS_MAX}; split the batch")
+    return count

@@ -157,7 +157,7 @@ class Store:
         Raises `DeniedError`, and `StaleError` if the session is closed.
         """
         self._holders.check_open(session)
-        known = self.namespaces.get(namespace)
+        known = self.room.namespaces.by_id.get(namespace)
         if known is None or known.tenant != session.tenant:
             raise DeniedError(f"namespace {namespace} was not opened by tenant {session.tenant!r}")
         return known
@@ -187,38 +187,45 @@ class Store:
         if not peek:
             self._check_quarantine(session)
         run = self._reads.run(known, keys, parts)
+        hits, rows = run.hits, run.rows
+        now, ttl = self.clock(), self._ttl(lease_s)
         outcome, reason = Outcome.HIT, Reason.UNKNOWN
-        cold, skipped, found = None, 0, run.hits
-        if run.hits < count:
+        cold, skipped, further, load_s = None, 0, 0, 0.0
+        if hits < count:
             if self.ssd is not None:
-                cold, skipped = self.ssd.cold(known, keys, parts, run.hits, prefill_tokens_s)
-                found += len(cold.keys) if cold is not None else 0
-            if found < count:
-                at = found * KEY_BYTES
-                outcome = Outcome.MISS
-                reason = self._reads.why(known, keys[at : at + KEY_BYTES], run)
+                cold, skipped = self.ssd.cold(known, keys, parts, hits, prefill_tokens_s)
+                if cold is not None:
+                    further = len(cold.keys)
+                    load_s = self.ssd.load_s(known, further)
+            at = (hits + further) * KEY_BYTES
+            missed = keys[at : at + KEY_BYTES]
+            if missed:
+                outcome, reason = Outcome.MISS, self._reads.why(known, missed, run)
+                if self.ssd is not None and cold is None and not peek:
+                    learned = prefill_tokens_s < 0
+                    self.ssd.missed(known, missed, now, skipped, learned=learned)
             if skipped:
                 reason = Reason.SLOW_TIER
-        further = found - run.hits
-        load_s = self.ssd.load_s(known, further) if self.ssd is not None and further else 0.0
         if peek:
-            return Match(run.hits, outcome, reason, cold=further, load_s=load_s, skipped=skipped)
-        self._count(known, found, count)
-        rows, now, ttl = run.rows, self.clock(), self._ttl(lease_s)
-        if self.ssd is not None and cold is None and found < count:
-            at, learned = found * KEY_BYTES, prefill_tokens_s < 0
-            self.ssd.missed(known, keys[at : at + KEY_BYTES], now, skipped, learned=learned)
+            return Match(hits, outcome, reason, cold=further, load_s=load_s, skipped=skipped)
+        found = hits + further
+        self.counters.matches += 1
+        self.counters.hit_chunks += found
+        known.hit_chunks += found
+        if found < count:
+            self.counters.missed_matches += 1
+            known.missed += 1
         if not found:
             return Match(0, outcome, reason, skipped=skipped)
-        if run.hits:
+        if hits:
             self.room.protect(rows)
             self.room.use(known, rows, now)
-        nbytes = run.hits * sum([known.extent_bytes[part] for part in run.indices])
+        nbytes = hits * known.nbytes(run.mask)
         lease = self.leases.grant(session.id, session.tenant, known.id, rows, now + ttl, nbytes)
         if self.ssd is not None and cold is not None:
             self.ssd.hold(cold, lease)
-        extents = self._reads.extents(known, run) if run.hits else b""
-        return Match(run.hits, outcome, reason, lease.id, ttl, extents, further, load_s, skipped)
+        extents = self._reads.extents(known, run) if hits else b""
+        return Match(hits, outcome, reason, lease.id, ttl, extents, further, load_s, skipped)
 
     def load(
         self, session: StoreSession, lease_id: bytes, upto: int = 0, parts: int = 0, have: int = 0
@@ -501,14 +508,6 @@ class Store:
 
     def _ttl(self, lease_s: float) -> float:
         return min(lease_s or self.options.lease_s, self.options.lease_s_max)
-
-    def _count(self, known: KnownNamespace, hits: int, asked: int) -> None:
-        self.counters.matches += 1
-        self.counters.hit_chunks += hits
-        known.hit_chunks += hits
-        if hits < asked:
-            self.counters.missed_matches += 1
-            known.missed += 1
 
     def _check_quarantine(self, session: StoreSession) -> None:
         if self._holders.over_quarantine(session):

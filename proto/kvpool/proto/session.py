@@ -73,12 +73,7 @@ def _as_varint(number: int) -> bytes:
         return _BYTE[number]
     if number <= 0x3FFF:
         return _BYTE[number & 0x7F | 0x80] + _BYTE[number >> 7]
-    out = bytearray()
-    while number > 0x7F:
-        out.append(number & 0x7F | 0x80)
-        number >>= 7
-    out.append(number)
-    return bytes(out)
+    return _BYTE[number & 0x7F | 0x80] + _as_varint(number >> 7)
 
 
 _REQUESTS = _kinds(wire.Request, _NESTED_REQUESTS)
@@ -132,7 +127,8 @@ def error_body(error: KvpoolError) -> wire.Error:
 
 def parse_request(body: bytes) -> wire.Request:
     """Raises `ProtocolError` if `body` is no Request."""
-    _check_nested(body, _NESTED_REQUESTS)
+    if len(body) > NESTED_MAX:
+        _check_nested(body, _NESTED_REQUESTS)
     try:
         return wire.Request.FromString(body)
     except (DecodeError, UnicodeError) as error:
@@ -146,19 +142,19 @@ def parse_response(body: bytes) -> tuple[int, Message]:
     A kind that this version does not know becomes an Error for the request that it answers; if it
     answers none (id 0: a ping, news from a newer peer), it is returned as the Response itself.
     """
-    _check_nested(body, _NESTED_RESPONSES)
+    if len(body) > NESTED_MAX:
+        _check_nested(body, _NESTED_RESPONSES)
     try:
         response = wire.Response.FromString(body)
     except (DecodeError, UnicodeError) as error:
         raise ProtocolError(f"{len(body)} bytes are no response: {error}") from error
-    kind = response.WhichOneof("body")
+    request_id, kind = response.id, response.WhichOneof("body")
     if kind is None:
         unknown = ProtocolError("the response is of a kind that this version does not know")
-        return response.id, error_body(unknown) if response.id else response
-    message: Message = getattr(response, kind)
-    if response.id == 0 and kind == "error":
+        return request_id, error_body(unknown) if request_id else response
+    if kind == "error" and not request_id:
         raise from_code(response.error.code, response.error.text)
-    return response.id, message
+    return request_id, getattr(response, kind)
 
 
 def _serialized(
@@ -184,12 +180,10 @@ def _serialized(
 
 
 def _check_nested(body: bytes, nested: frozenset[int]) -> None:
-    """Refuses a large body with a field of `nested` before it is parsed. Raises `ProtocolError`.
+    """Refuses a body over `NESTED_MAX` with a field of `nested`. Raises `ProtocolError`.
 
     Reads only the top level: tag (field number << 3 | wire type), then a value to skip.
     """
-    if len(body) <= NESTED_MAX:
-        return
     at = 0
     for _ in range(_TOP_FIELDS_MAX):
         tag, at = _varint(body, at)
@@ -229,10 +223,11 @@ def _varint(body: bytes, at: int) -> tuple[int, int]:
 class ServerSession:
     """The daemon's side of one connection."""
 
-    __slots__ = ("_decoder", "state")
+    __slots__ = ("_decoder", "_limit", "state")
 
     def __init__(self) -> None:
         self._decoder = frames.FrameDecoder()
+        self._limit = HELLO_MAX
         self.state = State.HELLO
 
     def receive(self, data: bytes | bytearray | memoryview) -> list[wire.Request | None]:
@@ -245,24 +240,20 @@ class ServerSession:
         requests: list[wire.Request | None] = []
         try:
             self._decoder.push(data)
-            while (body := self._decoder.take(self._limit())) is not None:
-                requests.append(self._accept(body))
+            while (body := self._decoder.take(self._limit)) is not None:
+                requests.append(self._accept(body) if body else None)
         except ProtocolError:
             self.state = State.FAILED
             raise
         return requests
 
-    def _limit(self) -> int:
-        return HELLO_MAX if self.state is State.HELLO else frames.MAX_FRAME
-
-    def _accept(self, body: bytes) -> wire.Request | None:
-        if not body:
-            return None
+    def _accept(self, body: bytes) -> wire.Request:
         request = parse_request(body)
-        is_hello = request.HasField("hello")
-        if is_hello is not (self.state is State.HELLO):
-            raise ProtocolError("a second Hello" if is_hello else "the first message must be Hello")
-        self.state = State.READY
+        greeting = self.state is State.HELLO
+        if request.HasField("hello") is not greeting:
+            raise ProtocolError("the first message must be Hello" if greeting else "a second Hello")
+        if greeting:
+            self.state, self._limit = State.READY, frames.MAX_FRAME
         return request
 
 
