@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -32,17 +32,19 @@ CHUNK_TOKENS = 256
 """What the connector makes of vLLM's 128-token blocks."""
 WARM_PROMPT = 512
 PUBLISHED_S = 30.0
+STARTS = 4
+"""Of the two engines that compute: processes differ by more than a miss costs."""
 
 
 def samples(
     python: str, lengths: Sequence[int], pairs: int, progress: Callable[[str], None]
 ) -> Iterator[Sample]:
-    """Pairs of "no store" with "miss", of two engines; and of "hit" with "local hit" (vLLM's own
-    prefix cache, the lower bound), of one engine that was started anew."""
+    """Pairs of "no store" with "miss", of two engines that are started several times; and of "hit"
+    with "local hit" (vLLM's own prefix cache, the lower bound), of one that is started thereafter.
+    """
     model = converted_model(python, progress)
     entropy = np.random.default_rng()
     prompts = {n: entropy.integers(0, VOCABULARY, (pairs + 1, n)).tolist() for n in lengths}
-    rounds = [(length, prompt) for length in lengths for prompt in prompts[length]]
     with (
         running_daemon("--capacity", CAPACITY, "--headroom", "0") as daemon,
         connect(daemon.address) as client,
@@ -54,24 +56,37 @@ def samples(
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"address": daemon.address},
         }
+        for start in range(STARTS):
+            share = {length: prompts[length][start::STARTS] for length in lengths}
+            progress(f"engines start, {start + 1}/{STARTS}")
+            with Children() as passing:
+                alone = _Engine(passing, python, Setup(model, OPTIONS))
+                writer = _Engine(passing, python, Setup(model, OPTIONS, connector))
+                yield from _misses(alone, writer, share, client, progress)
         with Children() as passing:
-            progress("an engine without the store starts")
-            alone = _Engine(passing, python, Setup(model, OPTIONS))
-            progress("an engine with the store starts")
-            writer = _Engine(passing, python, Setup(model, OPTIONS, connector))
-            for number, (length, prompt) in enumerate(rounds):
-                progress(f"misses {number + 1}/{len(rounds)}")
-                before = _counter(client, "published_chunks")
-                for case, engine in in_turns(number, ("no store", alone), ("miss", writer)):
-                    yield Sample(length, case, engine.ttft_ms(prompt))
-                _published(client, before + length // CHUNK_TOKENS)
-        with Children() as passing:
-            progress("the engine with the store starts anew")
+            progress("an engine starts anew")
             reader = _Engine(passing, python, Setup(model, OPTIONS, connector))
             for turn in range(HITS):
                 for length in lengths:
                     progress(f"hits of {length} tokens, {turn + 1}/{HITS}")
                     yield from _hits(reader, length, prompts[length])
+
+
+def _misses(
+    alone: _Engine,
+    writer: _Engine,
+    prompts: Mapping[int, Sequence[Sequence[int]]],
+    client: Client,
+    progress: Callable[[str], None],
+) -> Iterator[Sample]:
+    """Pairs of "no store" with "miss"."""
+    rounds = [(length, prompt) for length, mine in prompts.items() for prompt in mine]
+    for number, (length, prompt) in enumerate(rounds):
+        progress(f"misses {number + 1}/{len(rounds)}")
+        before = _counter(client, "published_chunks")
+        for case, engine in in_turns(number, ("no store", alone), ("miss", writer)):
+            yield Sample(length, case, engine.ttft_ms(prompt))
+        _published(client, before + length // CHUNK_TOKENS)
 
 
 def _hits(reader: _Engine, length: int, prompts: Sequence[Sequence[int]]) -> Iterator[Sample]:
