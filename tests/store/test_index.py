@@ -194,6 +194,14 @@ TestIndex = IndexMachine.TestCase
 TestIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+def test_a_key_whose_fingerprint_is_that_of_empty_entries_is_found_in_a_batch() -> None:
+    """Key 0 of namespace 1 hashes to 0 under seed 1, and so its bucket is full of its like."""
+    index = Index(1000, seed=1)
+    row = index.insert(1, key(0), ROOT)
+    asked = b"".join(map(key, [7, 0, 8, 9, 10]))
+    assert index.find(1, asked).rows.tolist() == [NO_ROW, row, NO_ROW, NO_ROW, NO_ROW]
+
+
 @pytest.mark.parametrize("count", [1, 4, 5, 300])
 def test_a_batch_is_found_in_the_order_asked_hits_and_misses_mixed(count: int) -> None:
     index = Index(1000, seed=1)

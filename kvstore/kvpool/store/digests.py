@@ -2,7 +2,7 @@
 
 A bucket is a cache line. Its entries are (fingerprint << 32 | row + 1), 0 for none, in no order::
 
-    hash   = (first 64 bits of the key ^ seed ^ namespace's mix) x odd constant
+    hash   = (first 64 bits of the key ^ seed ^ namespace) x odd constant
     bucket = hash >> shift          fingerprint = hash's low 32 bits
 
 A key is in its bucket or, if that is full, among the *spilled* rows of the bucket. Buckets are at
@@ -94,6 +94,7 @@ class Digests:
         self._words = lines.view("<u8").reshape(-1, 8)
         self._words_at = memoryview(self._words.reshape(-1))
         self._bytes_at = memoryview(lines.view(np.uint8))
+        self._namespace_at = memoryview(lines["namespace"])
 
     def __len__(self) -> int:
         """Rows in the table. O(slots)."""
@@ -116,7 +117,7 @@ class Digests:
             rows[alike.nonzero()[0] // _WAYS] = some
         found = self._found(rows)
         if found.words[:, :4].tobytes() != keys or np.count_nonzero(found.namespace != namespace):
-            self._settle(namespace, keys, buckets, found)
+            self._settle(namespace, keys, hashes, buckets, found)
         return found
 
     def _found(self, rows: Rows) -> Found:
@@ -124,31 +125,38 @@ class Digests:
         halves = words.view(np.int32)
         return Found(rows, words, halves[:, 8], halves[:, 9])
 
-    def _settle(self, namespace: int, keys: bytes, buckets: Hashes, found: Found) -> None:
-        """Looks again for what was not found, but may have spilled or has an equal fingerprint."""
+    def _settle(
+        self, namespace: int, keys: bytes, hashes: Hashes, buckets: Hashes, found: Found
+    ) -> None:
+        """Looks again for what was not found, but may have spilled or has an equal fingerprint
+        (0: that of every empty entry)."""
         wanted = np.frombuffer(keys, np.uint64).reshape(-1, 4)
         exact = (found.words[:, :4] == wanted).all(axis=1) & (found.namespace == namespace)
-        doubtful = (found.rows != NO_ROW) | (buckets != 0).all(axis=1)
+        doubtful = (found.rows != NO_ROW) | (buckets != 0).all(axis=1) | (hashes & _LOW_U64 == 0)
         for i in (~exact & doubtful).nonzero()[0].tolist():
             found.rows[i] = row = self.find_one(namespace, keys[i * 32 : i * 32 + 32])
             found.words[i] = self._words[row]
 
     def find_one(self, namespace: int, key: bytes) -> int:
         """Row of one key, or NO_ROW."""
-        tag = int.from_bytes(key[:8], "little") ^ self._seed ^ namespace * _MULTIPLIER & _U64
+        tag = int.from_bytes(key[:8], "little") ^ self._seed ^ namespace
         hashed = tag * _MULTIPLIER & _U64
         bucket, fingerprint = hashed >> self._shift, hashed & _LOW
         at = bucket * _WAYS
-        line = key + namespace.to_bytes(4, "little")
         for entry in self._entries_at[at : at + _WAYS].tolist():
             if entry >> 32 == fingerprint:
                 row = (entry & _LOW) - 1
-                if self._bytes_at[64 * row : 64 * row + 36] == line:
+                if self._is(row, namespace, key):
                     return row
         for row in self._spilled.get(bucket, ()):
-            if self._bytes_at[64 * row : 64 * row + 36] == line:
+            if self._is(row, namespace, key):
                 return row
         return NO_ROW
+
+    def _is(self, row: int, namespace: int, key: bytes) -> bool:
+        """Whether the row is of this chunk."""
+        at = 64 * row
+        return self._bytes_at[at : at + 32] == key and self._namespace_at[row] == namespace
 
     def add(self, row: int) -> None:
         """REQUIRES: the row's line has a key and namespace that are not in the table."""
@@ -246,16 +254,12 @@ class Digests:
     def _home(self, row: int) -> tuple[int, int]:
         """The bucket of a row that has its line, and its entry there."""
         words, at = self._words_at, 8 * row
-        tag = words[at] ^ self._seed ^ (words[at + 4] & _LOW) * _MULTIPLIER & _U64
+        tag = words[at] ^ self._seed ^ self._namespace_at[row]
         hashed = tag * _MULTIPLIER & _U64
         return hashed >> self._shift, (hashed & _LOW) << 32 | row + 1
 
     def _hashes(self, namespaces: int | Hashes, tags: Hashes) -> Hashes:
-        """The mix keeps equal keys of different namespaces out of each other's way."""
-        hashes: Hashes
-        if isinstance(namespaces, int):
-            hashes = tags ^ np.uint64(self._seed ^ namespaces * _MULTIPLIER & _U64)
-        else:
-            hashes = tags ^ np.uint64(self._seed) ^ namespaces * _MULTIPLIER_U64
-        np.multiply(hashes, _MULTIPLIER_U64, out=hashes)
+        """The product keeps equal keys of different namespaces out of each other's way."""
+        hashes: Hashes = tags ^ np.uint64(self._seed ^ namespaces)
+        hashes *= _MULTIPLIER_U64
         return hashes

@@ -61,7 +61,7 @@ class Reads:
         rows: list[int] = []
         for at in range(0, len(keys), KEY_BYTES):
             row = index.find_one(known.id, keys[at : at + KEY_BYTES])
-            if row == NO_ROW or index.resident_at[row] & need != need:
+            if index.resident_at[row] & need != need:  # nothing is where the row is NO_ROW
                 break
             if index.state_at[row] != LINKED or (rows and index.parent_at[row] != rows[-1]):
                 return None

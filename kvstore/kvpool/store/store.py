@@ -337,11 +337,11 @@ class Store:
         self._check_quarantine(session)
         now, ttl = self.clock(), self._ttl(lease_s)
         plan = self._writes.reserve(known, parent, keys, parts, now)
-        text = ""
-        if (plan.outcomes == Outcome.BUSY).any():
+        text, outcomes = "", plan.outcomes.tobytes()
+        if Outcome.BUSY in outcomes:
             self.counters.busy += 1
             text = self.busy_text(known)
-        lost = (plan.outcomes == Outcome.NO_PARENT).any()
+        lost = Outcome.NO_PARENT in outcomes
         if lost and self.ssd is not None and self.ssd.bring_up(known, parent):
             self.counters.busy += 1
             plan.outcomes[:] = Outcome.BUSY

@@ -24,6 +24,12 @@ from kvpool.store.records import NO_EXTENT, split_keys
 from kvpool.store.room import Room
 
 
+_OK, _EXISTS, _WRITING, _BUSY = map(
+    int, (Outcome.OK, Outcome.EXISTS, Outcome.WRITING, Outcome.BUSY)
+)
+"""As plain numbers: NumPy takes microseconds to see that a member of an enumeration is one."""
+
+
 @dataclass(slots=True)
 class Plan:
     """One reserve: what became of each chunk of the chain and each part.
@@ -38,10 +44,10 @@ class Plan:
 
     def extents(self) -> bytes:
         """(chunks, parts, 2) int64."""
-        extents = np.tile(np.array(NO_EXTENT, np.int64), (self.outcomes.size, 1))
+        words = [*NO_EXTENT] * self.outcomes.size
         for number, item in self.items.items():
-            extents[number] = item.address, item.generation
-        return extents.tobytes()
+            words[2 * number : 2 * number + 2] = item.address, item.generation
+        return np.array(words, np.int64).tobytes()
 
 
 class Writes:
@@ -67,7 +73,7 @@ class Writes:
         if len({*names, parent}) != len(names) + 1:
             raise InvalidError("the chain holds the same key twice")
         indices = known.namespace.part_indices(parts)
-        plan = Plan(np.full((len(names), len(indices)), Outcome.OK, np.uint8))
+        plan = Plan(np.full((len(names), len(indices)), _OK, np.uint8))
         above = self._index.find_one(known.id, parent) if parent else ROOT
         if parent and (above == NO_ROW or self._index.state_at[above] != LINKED):
             plan.outcomes[:] = Outcome.NO_PARENT
@@ -80,7 +86,7 @@ class Writes:
         self._room.give_back(
             known, (address for chunk in addresses[fitting:] for address in chunk.values())
         )
-        plan.outcomes[fitting:][plan.outcomes[fitting:] == Outcome.OK] = Outcome.BUSY
+        plan.outcomes[fitting:][plan.outcomes[fitting:] == _OK] = _BUSY
         plan.chain = _as_rows((above, *rows[:fitting]))
         self._room.unprotect(known, _as_rows(rows[fitting:]), empties=True)
         self._open(known, plan, rows, indices, addresses[:fitting])
@@ -100,15 +106,15 @@ class Writes:
                 resident, writing = self._index.resident_at[row], self._index.writing.get(row, 0)
                 for j, part in enumerate(indices):
                     if resident >> part & 1:
-                        plan.outcomes[i, j] = Outcome.EXISTS
+                        plan.outcomes[i, j] = _EXISTS
                     elif writing >> part & 1:
-                        plan.outcomes[i, j] = Outcome.WRITING
+                        plan.outcomes[i, j] = _WRITING
 
     def _find_room(
         self, known: KnownNamespace, plan: Plan, indices: Sequence[int]
     ) -> list[dict[int, int]]:
         """Addresses by position of the part, for each chunk before the first that does not fit."""
-        wanted = plan.outcomes == Outcome.OK
+        wanted = plan.outcomes == _OK
         if len(indices) == 1:
             return self._find_room_at_once(known, wanted, indices)
         # If room is short, one by one: the first part may not take the room of the others.
@@ -177,15 +183,15 @@ class Writes:
         indices: Sequence[int],
         addresses: Sequence[dict[int, int]],
     ) -> None:
-        writing = self._index.writing
-        for i, chunk in enumerate(addresses):
+        writing, generation, width = self._index.writing, self.next_generation, len(indices)
+        for i, (row, chunk) in enumerate(zip(rows, addresses, strict=False)):
             for j, address in chunk.items():
-                row, part = rows[i], indices[j]
-                nbytes, generation = known.extent_bytes[part], self.next_generation
-                item = WriteItem(row, part, address, nbytes, generation)
-                plan.items[i * len(indices) + j] = item
+                part = indices[j]
+                nbytes = known.extent_bytes[part]
+                plan.items[i * width + j] = WriteItem(row, part, address, nbytes, generation)
                 writing[row] = writing.get(row, 0) | 1 << part
-                self.next_generation += 1
+                generation += 1
+        self.next_generation = generation
 
     # ---- commit
 
@@ -226,7 +232,7 @@ class Writes:
         item = items.get(number)
         if item is None:
             return Outcome.INVALID
-        index, row = self._index, item.row
+        index, row, part = self._index, item.row, item.part
         if index.state_at[row] == UNLINKED:  # deleted while it was being written
             self.close(lease, number)
             return Outcome.EXPIRED
@@ -235,11 +241,12 @@ class Writes:
             return Outcome.NO_PARENT
         self._forget_writing(item)
         del items[number], self._room.loose[item.address]
-        index.address_at[item.part][row] = item.address
-        index.generation_at[item.part][row] = item.generation
-        if not index.resident_at[row]:
+        index.address_at[part][row] = item.address
+        index.generation_at[part][row] = item.generation
+        resident = index.resident_at[row]
+        if not resident:
             stored.append(row)
-        index.resident_at[row] |= 1 << item.part
+        index.resident_at[row] = resident | 1 << part
         if index.pins_at[row]:
             known.account.pinned += item.nbytes
         self._room.counters.published_bytes += item.nbytes
@@ -287,9 +294,9 @@ class Writes:
 
     def _forget_writing(self, item: WriteItem) -> None:
         writing = self._index.writing
-        writing[item.row] &= ~(1 << item.part)
-        if not writing[item.row]:
-            del writing[item.row]
+        others = writing.pop(item.row) & ~(1 << item.part)
+        if others:
+            writing[item.row] = others
 
 
 def _as_rows(rows: Iterable[int]) -> Rows:
