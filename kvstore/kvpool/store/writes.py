@@ -23,7 +23,6 @@ from kvpool.store.namespaces import KnownNamespace
 from kvpool.store.records import NO_EXTENT, split_keys
 from kvpool.store.room import Room
 
-
 _OK, _EXISTS, _WRITING, _BUSY = map(
     int, (Outcome.OK, Outcome.EXISTS, Outcome.WRITING, Outcome.BUSY)
 )
