@@ -16,7 +16,7 @@ def tags_of(numbers: list[int]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
 
 
 def remember(ghosts: Ghosts, number: int, stamp: int, class_: int = 0) -> None:
-    if ghosts.add({int(tags_of([number])[0]): stamp << CLASS_BITS | class_}):
+    if ghosts.add([(int(tags_of([number])[0]), stamp << CLASS_BITS | class_)]):
         ghosts.bury()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -325,6 +326,16 @@ def test_long_chains_come_and_go_at_once() -> None:
             index.release_all(index.unlink_cut())
             chains = chains[:45]
     index.check_integrity()
+
+
+def test_whatever_spilled_is_found_behind_a_gap() -> None:
+    """Half of the table is in use. A batch that ends in absent keys is mostly done at once."""
+    index = Index(4000, seed=1)
+    names = [hashlib.sha256(key(number)).digest() for number in range(4000)]
+    rows = [index.insert(1, name, ROOT) for name in names]
+    begin = b"".join([*names[:6], key(1)])
+    for name, row in zip(names, rows, strict=True):
+        assert index.find(1, begin + name).rows.tolist() == [*rows[:6], NO_ROW, row]
 
 
 def test_rows_are_forgotten_by_namespace_and_the_others_stay() -> None:

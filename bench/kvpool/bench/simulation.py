@@ -23,7 +23,7 @@ from kvpool.store.index import NO_ROW, ROOT, Index
 _NAMESPACE = 1
 _KEY_BYTES = 32
 
-_FEW = 4
+_FEW = 2
 """Blocks that are looked up one by one: many requests end there."""
 
 WORK_TOKENS = 30_500

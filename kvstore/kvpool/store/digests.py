@@ -49,6 +49,7 @@ _MULTIPLIER_U64 = np.array(_MULTIPLIER, np.uint64)
 _LOW = 0xFFFFFFFF
 _LOW_U64 = np.array(_LOW, np.uint64)
 _HALF = np.array(32, np.uint64)
+_ONE, _WAYS_INT = np.array(1), np.array(_WAYS)  # several times faster than Python's
 _FEW = 4  # up to this many keys plain Python beats the fixed cost of NumPy calls
 _U64 = (1 << 64) - 1
 
@@ -107,16 +108,23 @@ class Digests:
             few = [self.find_one(namespace, keys[i * 32 : i * 32 + 32]) for i in range(count)]
             return self._found(np.array(few, np.intp))
         hashes = self._hashes(namespace, np.frombuffer(keys, np.uint64)[::4])
-        buckets = self._buckets.take(hashes >> self._shift_u64, axis=0, mode="wrap")
+        homes = hashes >> self._shift_u64
+        buckets = self._buckets.take(homes, axis=0, mode="wrap")
         halves = buckets.view(np.uint32).ravel()
         alike = halves[1::2] == hashes.astype(np.uint32).repeat(_WAYS)
         rows = halves[::2][alike].astype(np.intp)
         rows -= 1
-        if len(rows) != count:  # mostly one for each; if not, the comparison below shows it
+        hits = len(rows)
+        if hits != count:
             some, rows = rows, np.full(count, NO_ROW)
             rows[alike.nonzero()[0] // _WAYS] = some
         found = self._found(rows)
-        if found.words[:, :4].tobytes() != keys or np.count_nonzero(found.namespace != namespace):
+        # Mostly the first keys have one each and the others none; if not, it shows here.
+        if (
+            found.words[:hits, :4].tobytes() != keys[: 32 * hits]
+            or np.count_nonzero(found.namespace[:hits] != namespace)
+            or (self._spilled and not self._spilled.keys().isdisjoint(homes[hits:].tolist()))
+        ):
             self._settle(namespace, keys, hashes, buckets, found)
         return found
 
@@ -173,10 +181,10 @@ class Digests:
         """`add` of many rows of one namespace; `words`: their keys' first 64 bits. REQUIRES: the
         keys differ."""
         hashes = self._hashes(namespace, words)
-        entries = hashes << _HALF | (rows + 1).view(np.uint64)
+        entries = hashes << _HALF | (rows + _ONE).view(np.uint64)
         buckets = (hashes >> self._shift_u64).view(np.int64)
         ways = self._buckets.take(buckets, axis=0).argmin(axis=1)  # an empty one, if there is one
-        places = buckets * _WAYS + ways
+        places = buckets * _WAYS_INT + ways
         here = self._entries[places]
         if np.count_nonzero(here):  # full
             empty = here == 0
@@ -185,7 +193,7 @@ class Digests:
             self._entries[places] = entries
         self._place[rows] = places
         missing = self._entries[places] != entries  # full, or another row chose that place
-        if np.count_nonzero(missing):
+        if True in missing.tobytes():
             for row in rows[missing].tolist():
                 self.add(row)
 

@@ -251,7 +251,7 @@ class Index:
 
     def idle(self, row: int) -> bool:
         """Whether `row` has no lease, pin or child."""
-        return not (self.leases_at[row] or self.pins_at[row] or self.children_at[row])
+        return not (self.children_at[row] or self.leases_at[row] or self.pins_at[row])
 
     def children_of(self, row: int) -> list[int]:
         out = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from kvpool.store.eviction.base import Facts, Rows, firsts
 from kvpool.store.eviction.demoted import Entry
 from kvpool.store.eviction.ghosts import CLASS_BITS, Classes, Ghosts, Stamps, Tags
 from kvpool.store.eviction.guard import Guard
-from kvpool.store.eviction.hazards import BUCKETS, KINDS, LIMITS, Hazards, buckets_of
+from kvpool.store.eviction.hazards import BUCKETS, FIRST_AGES, KINDS, Hazards, buckets_of
 from kvpool.store.eviction.shadow import LruShadow
 from kvpool.store.eviction.sparse import sparse_zeros
 
@@ -45,7 +45,7 @@ _FIRST_CLASSES = 3 * np.arange(len(_BREADTHS) + 1, dtype=np.uint8)
 _TOUCHED_BEFORE = np.stack([_CLASS, _TOUCHED, _TOUCHED[_TOUCHED]]).astype(np.uint8)
 """The class after none, one, and two or more uses."""
 _BUCKETS = np.array(BUCKETS)
-_LIMITS: list[float] = LIMITS[1:-1].tolist()
+_FIRST_AGES: list[int] = FIRST_AGES.tolist()
 
 
 class _Census(NamedTuple):
@@ -65,6 +65,10 @@ class _Uses(NamedTuple):
     lengths: NDArray[np.int64]
     ends: Stamps
     """By call: how many rows, and the last stamp."""
+
+    def by_row(self, column: NDArray[Any]) -> NDArray[Any]:
+        """What is said of each call, of its rows; of a single call, once for all rows."""
+        return column if len(column) == 1 else column.repeat(self.lengths)
 
 
 def _laid_out(calls: Sequence[tuple[int, Rows]]) -> _Uses:
@@ -147,7 +151,7 @@ class Experience:
                 touches = np.zeros(len(rows), np.uint8)
                 touches[back] = _TOUCHED[ghosts.classes] % 3
                 self._meet(ghosts.classes, ghosts.stamps, uses.ends[call])
-        classes = _FIRST_CLASSES[_BREADTHS.searchsorted(size)].repeat(uses.lengths)
+        classes = uses.by_row(_FIRST_CLASSES[_BREADTHS.searchsorted(size)])
         self._classes[rows] = classes if touches is None else classes + touches
 
     def _touch(self, uses: _Uses) -> None:
@@ -164,7 +168,7 @@ class Experience:
             nth = number - np.maximum.accumulate(np.where(again, 0, number))
             classes[order] = _TOUCHED_BEFORE[np.minimum(nth, 2), classes[order]]
         self._classes[rows] = _TOUCHED[classes]
-        self._meet(classes, before, uses.ends.repeat(uses.lengths))
+        self._meet(classes, before, uses.by_row(uses.ends))
         self._own_hits += len(rows)
 
     def hint(self, rows: Rows, level: int) -> None:
@@ -177,7 +181,7 @@ class Experience:
         if self._tags is not None:
             entries = self.stamps[rows] * (1 << CLASS_BITS) + self._classes[rows]
             tags = self._tag[rows].tolist()
-            if self.ghosts.add(dict(zip(tags, entries.tolist(), strict=True))):
+            if self.ghosts.add(zip(tags, entries.tolist(), strict=True)):
                 self._bury()
         self.stamps[rows] = 0
 
@@ -186,7 +190,7 @@ class Experience:
         self._known -= 1
         if self._tags is not None:
             entry = self.stamps_at[row] << CLASS_BITS | self._classes_at[row]
-            if self.ghosts.add({self._tag_at[row]: entry}):
+            if self.ghosts.add([(self._tag_at[row], entry)]):
                 self._bury()
         self.stamps_at[row] = 0
 
@@ -233,7 +237,7 @@ class Experience:
         stamp = self.stamps_at[row]
         if not self.guard.trusts:
             return float(stamp), stamp, row
-        bucket = bisect_right(_LIMITS, self._now - stamp)
+        bucket = bisect_right(_FIRST_AGES, self._now - stamp)
         value: float = self._index_at[self._classes_at[row] * BUCKETS + bucket]
         if self._depths is not None:
             value *= 1 + self._cost * float(self._depths(np.array([row], np.intp))[0])

@@ -12,7 +12,7 @@ each; this costs a wrong guess, never a wrong hit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -68,9 +68,9 @@ class Ghosts:
             np.append(ghost.stamps, dug_up.stamps), np.append(ghost.classes, dug_up.classes)
         )
 
-    def add(self, ghosts: Mapping[int, int]) -> bool:
-        """Remembers (stamp << CLASS_BITS | class) by tags that are not here; True if it is time to
-        `bury`."""
+    def add(self, ghosts: Iterable[tuple[int, int]]) -> bool:
+        """Remembers (tag, stamp << CLASS_BITS | class) of tags that are not here; True if it is
+        time to `bury`."""
         self._graves.update(ghosts)
         return len(self._graves) >= _BURIED_TOGETHER
 

@@ -44,13 +44,13 @@ Classes = NDArray[np.uint8]
 LIMITS: Floats = np.concatenate([[0.0], FIRST_BUCKET * GROWTH ** np.arange(BUCKETS)])
 """Bucket b holds the ages in ``[LIMITS[b], LIMITS[b + 1])``; the last one all that is older."""
 WIDTHS: Floats = np.diff(LIMITS)
-_FIRST_AGES = np.ceil(LIMITS[1:-1]).astype(np.int64)
+FIRST_AGES = np.ceil(LIMITS[1:-1]).astype(np.int64)
 """Of all buckets but the first."""
 
 
 def buckets_of(ages: NDArray[np.int64]) -> NDArray[np.int64]:
     """The bucket of each age."""
-    found: NDArray[np.int64] = _FIRST_AGES.searchsorted(ages, "right")
+    found: NDArray[np.int64] = FIRST_AGES.searchsorted(ages, "right")
     return found
 
 

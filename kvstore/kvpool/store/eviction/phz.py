@@ -26,7 +26,6 @@ from kvpool.store.eviction.base import (
     Gone,
     Hint,
     Rows,
-    firsts,
     idle_by,
     require_known,
     require_unknown,
@@ -424,15 +423,15 @@ class PhzPolicy:
     def _sample(self) -> Rows:
         """Distinct members, in short runs: who is neighbours there is often so in memory."""
         last = len(self._open) - _RUN_ROWS
-        starts = self._random.integers(0, last + 1, SAMPLE_ROWS // _RUN_ROWS)
-        numbers = (np.sort(starts)[:, None] + _RUN).ravel()
-        numbers = numbers[numbers > np.maximum.accumulate(np.r_[-1, numbers[:-1]])]
-        return self._open.at(numbers)
+        starts = np.sort(self._random.integers(0, last + 1, SAMPLE_ROWS // _RUN_ROWS))
+        seen = np.append(-1, starts[:-1] + _RUN_ROWS - 1)  # the last of the run before
+        numbers = starts[:, None] + _RUN
+        return self._open.at(numbers[numbers > seen[:, None]])
 
     def _without_blocked(self, rows: Rows) -> Rows:
         """Those of the members that may go; the others are members no longer."""
         good = self._evictable(rows)
-        if False not in good.tolist():
+        if False not in good.tobytes():
             return rows
         blocked = rows[~good]
         self._state[blocked] = _BLOCKED
@@ -449,45 +448,34 @@ class PhzPolicy:
             self._fresh_rows = len(waiting)
 
     def _sort_in_fresh(self) -> int:
-        """Looks at the next fresh rows; returns how many."""
-        looked: list[Rows] = []
-        count = 0
-        while self._fresh and count < _FRESH_ROWS:
-            looked.append(self._fresh.pop())
-            count += len(looked[-1])
-        if not looked:
-            return 0
-        rows = looked[0] if len(looked) == 1 else np.concatenate(looked)
-        self._sort_in(rows[self._state[rows] == _FRESH])
-        self._fresh_rows -= count
-        return count
-
-    def _sort_in(self, waiting: Rows) -> None:
-        """Fresh rows become members, if they may go; some come twice."""
-        rows = waiting[self._evictable(waiting)]
-        self._state[waiting] = _BLOCKED
-        if len(rows) > 1:
-            rows.sort()
-            rows = rows[firsts(rows)]
-        self._state[rows] = _OPEN
-        if self._demoted:
-            demoted = [row for row in rows.tolist() if row in self._demoted]
-            self._state[demoted] = _FIRST
-            for row in demoted:
-                self._demoted.offer(row)
-            rows = rows[self._state[rows] == _OPEN]
-        self._open.add(rows)
+        """Looks at the next fresh rows, whether they may go; returns how many."""
+        rows: list[int] = []
+        while self._fresh and len(rows) < _FRESH_ROWS:
+            rows += self._fresh.pop().tolist()
+        self._fresh_rows -= len(rows)
+        for row in sorted(rows):
+            if self._state_at[row] == _FRESH:
+                if self._idle(row):
+                    self._open_one(row)
+                else:
+                    self._state_at[row] = _BLOCKED
+        return len(rows)
 
     def _open_up(self, freed: list[Entry]) -> None:
         """Parents that were freed and did not go become members."""
         for _, _, row in freed:
-            if row in self._demoted:
-                self._state[row] = _FIRST
-                self._demoted.offer(row)
-            elif self._state_at[row] != _OPEN:
-                self._state_at[row] = _OPEN
-                self._open.add_one(row)
+            if self._state_at[row] != _OPEN:
+                self._open_one(row)
         freed.clear()
+
+    def _open_one(self, row: int) -> None:
+        """A row that may go becomes a member, or is offered first."""
+        if row in self._demoted:
+            self._state_at[row] = _FIRST
+            self._demoted.offer(row)
+        else:
+            self._state_at[row] = _OPEN
+            self._open.add_one(row)
 
     def _take_demoted(self, n: int) -> list[Entry]:
         """Up to `n` demoted rows that may go; those that stay are to be put back."""

@@ -189,7 +189,7 @@ class S3FifoPolicy:
                 self._demoted.discard(row)
         if self._tags is not None:
             for tag in self._tag[rows[self._queue[rows] == _SMALL]].tolist():  # sifted out
-                if self._ghosts.add({tag: 1 << CLASS_BITS}):
+                if self._ghosts.add([(tag, 1 << CLASS_BITS)]):
                     self._ghosts.bury()
         self._place[rows] = _NOWHERE
         self._state[rows] = UNKNOWN
@@ -204,13 +204,13 @@ class S3FifoPolicy:
         self._place[rows] = np.arange(first, self._places + 1)
         self._queues[queue].extend(zip(range(first, self._places + 1), rows.tolist(), strict=True))
 
-    def _new_place(self, row: int) -> tuple[int, int]:
+    def _new_slot(self, row: int) -> Slot:
         place = self._places = self._place_at[row] = self._places + 1
         return place, row
 
     def _enqueue(self, row: int) -> None:
         """At the new end of its queue."""
-        self._queues[self._queue_at[row]].append(self._new_place(row))
+        self._queues[self._queue_at[row]].append(self._new_slot(row))
 
     def _compact(self) -> None:
         """Keeps stale slots, of rows that left otherwise, from piling up."""
@@ -226,7 +226,7 @@ class S3FifoPolicy:
         if self._demoted and row in self._demoted:
             self._demoted.offer(row)
         else:
-            self._queues[self._queue_at[row]].appendleft(self._new_place(row))
+            self._queues[self._queue_at[row]].appendleft(self._new_slot(row))
 
     def _validate(self) -> None:
         """What is ready was found by an earlier call: since then it may have been used or held."""
