@@ -28,13 +28,11 @@ def advance(match: Match, grant: Grant, upto: int) -> Steps[Progress]:
     Answers at once. Raises `KvpoolError` if the store cannot be asked.
     """
     packed, have = grant.packed, grant.chunks
-    mask = sum(1 << part for part in grant.parts)
-    request = wire.Load(lease=grant.lease, parts=mask, upto=upto, have=have)
+    request = wire.Load(lease=grant.lease, parts=grant.mask, upto=upto, have=have)
     loaded = yield from grant.membership.ask(request, wire.Loaded)
     more = max(0, loaded.chunks - have)
-    if loaded.chunks > match.chunks or len(loaded.extents) != more * EXTENT_BYTES * len(
-        grant.parts
-    ):
+    wanted = EXTENT_BYTES * more * grant.mask.bit_count()
+    if loaded.chunks > match.chunks or len(loaded.extents) != wanted:
         grant.membership.connection.retire()
         raise ProtocolError(
             f"{loaded.chunks} of {match.chunks} chunks in {len(loaded.extents)} bytes were loaded"

@@ -108,22 +108,21 @@ def _matched(
     membership: Membership, keys: bytes, matched: wire.Matched, mask: int, started: float
 ) -> Match:
     """Raises `ProtocolError` for an answer that does not fit the question."""
-    namespace = membership.identity.namespace
     hits, ssd_chunks, lease = matched.hits, matched.ssd_chunks, matched.lease
     held, asked = hits + ssd_chunks, len(keys) // KEY_BYTES
     grant, fits = None, held <= asked
     if lease:
-        extents, parts = matched.extents, namespace.part_indices(mask)
-        fits &= len(extents) == EXTENT_BYTES * hits * len(parts)
+        extents = matched.extents
+        fits &= len(extents) == EXTENT_BYTES * hits * mask.bit_count()
         # Counted from before the request: the store's own deadline is never earlier.
         deadline = started + matched.lease_ms / 1000
-        grant = Grant(membership, lease, deadline, extents, parts)
+        grant = Grant(membership, lease, deadline, extents, mask)
     if not fits:
         membership.connection.retire()
         raise ProtocolError(
             f"{hits} of {asked} chunks in {len(matched.extents)} bytes of extents were matched"
         )
-    match = Match(keys, namespace.chunk_tokens, held, grant=grant)
+    match = Match(keys, membership.identity.namespace.chunk_tokens, held, grant=grant)
     if held < asked:
         match.outcome, match.reason = Outcome(matched.miss_outcome), Reason(matched.miss_reason)
         match.skipped = matched.skipped

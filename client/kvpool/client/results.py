@@ -63,18 +63,24 @@ class Grant:
     packed: bytes
     """Of each chunk in memory and part asked for: address (-1: not there) and generation, int64
     each."""
-    parts: tuple[int, ...]
+    mask: int
+    """Bitmap of the parts asked for."""
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The numbers of the parts asked for."""
+        return self.membership.identity.namespace.part_indices(self.mask)
 
     @property
     def chunks(self) -> int:
         """Leading chunks of the match that are in the store's memory, as far as is known here."""
-        return len(self.packed) // (EXTENT_BYTES * len(self.parts))
+        return len(self.packed) // (EXTENT_BYTES * self.mask.bit_count())
 
     @property
     def extents(self) -> npt.NDArray[np.int64]:
         """(chunks in memory, parts asked for, 2)."""
         column = np.frombuffer(self.packed, np.int64) if self.packed else np.empty(0, np.int64)
-        return column.reshape(-1, len(self.parts), 2)
+        return column.reshape(-1, self.mask.bit_count(), 2)
 
 
 class Match:

@@ -9,6 +9,7 @@ a holder may still be copying. Pure bookkeeping: what a lease protects is counte
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -57,7 +58,7 @@ class Leases:
         self._entropy = entropy
         self._names: list[bytes] = []
         self._live: dict[bytes, Lease] = {}
-        self._held: dict[int, dict[bytes, Lease]] = {}
+        self._held: defaultdict[int, dict[bytes, Lease]] = defaultdict(dict)
         self._deadlines: list[tuple[float, bytes]] = []
         self.opened = 0
         self.ended = 0
@@ -86,7 +87,7 @@ class Leases:
         """A new lease held once by `session` until `deadline` (store clock, seconds)."""
         name = self._name()
         lease = Lease(name, tenant, namespace, rows, deadline, nbytes, items, {session: 1})
-        self._live[name] = self._held.setdefault(session, {})[name] = lease
+        self._live[name] = self._held[session][name] = lease
         self.opened += 1
         heapq.heappush(self._deadlines, (deadline, name))
         return lease
@@ -101,7 +102,7 @@ class Leases:
     def adopt(self, session: int, lease: Lease) -> None:
         """Adds a holder; a session may hold a lease several times."""
         lease.holders[session] = lease.holders.get(session, 0) + 1
-        self._held.setdefault(session, {})[lease.id] = lease
+        self._held[session][lease.id] = lease
 
     def renew(self, lease: Lease, deadline: float) -> None:
         """Moves the deadline out, never in. REQUIRES: not expired."""
