@@ -449,17 +449,26 @@ class PhzPolicy:
 
     def _sort_in_fresh(self) -> int:
         """Looks at the next fresh rows, whether they may go; returns how many."""
-        rows: list[int] = []
-        while self._fresh and len(rows) < _FRESH_ROWS:
-            rows += self._fresh.pop().tolist()
-        self._fresh_rows -= len(rows)
-        for row in sorted(rows):
-            if self._state_at[row] == _FRESH:
-                if self._idle(row):
-                    self._open_one(row)
-                else:
-                    self._state_at[row] = _BLOCKED
-        return len(rows)
+        looked: list[Rows] = []
+        count = 0
+        while self._fresh and count < _FRESH_ROWS:
+            looked.append(self._fresh.pop())
+            count += len(looked[-1])
+        if not looked:
+            return 0
+        self._fresh_rows -= count
+        rows = np.unique(np.concatenate(looked))
+        rows = rows[self._state[rows] == _FRESH]
+        good = self._evictable(rows)
+        self._state[rows[~good]] = _BLOCKED
+        rows = rows[good]
+        if self._demoted:
+            for row in rows.tolist():
+                self._open_one(row)
+        else:
+            self._state[rows] = _OPEN
+            self._open.add(rows)
+        return count
 
     def _open_up(self, freed: list[Entry]) -> None:
         """Parents that were freed and did not go become members."""
