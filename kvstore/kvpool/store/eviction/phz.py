@@ -457,11 +457,10 @@ class PhzPolicy:
         if not looked:
             return 0
         self._fresh_rows -= count
-        rows = np.unique(np.concatenate(looked))
-        rows = rows[self._state[rows] == _FRESH]
-        good = self._evictable(rows)
-        self._state[rows[~good]] = _BLOCKED
-        rows = rows[good]
+        rows = np.concatenate(looked)
+        waiting = rows[self._state[rows] == _FRESH]
+        rows = np.unique(waiting[self._evictable(waiting)])  # some come twice
+        self._state[waiting] = _BLOCKED
         if self._demoted:
             for row in rows.tolist():
                 self._open_one(row)
