@@ -52,6 +52,8 @@ class Residence(RuleBasedStateMachine):
         self.held: list[tuple[NDArray[np.int32], Rows]] = []
         """Leases and pins: the column that counts them, and their rows."""
         self.evicted: list[int] = []
+        self.demoted: set[int] = set()
+        """Orphans, some of them adopted since, that nobody has used."""
 
     # The store's knowledge.
 
@@ -77,9 +79,9 @@ class Residence(RuleBasedStateMachine):
     def gone(self, row: int) -> int:
         index = self.index
         assert self.evictable(np.array([row], np.intp))[0], "leased, pinned or a parent"
-        others = np.flatnonzero(index.state == ORPHANED).astype(np.intp)
-        waiting = len(others) > 0 and self.evictable(others).any()
-        assert index.state[row] == ORPHANED or not waiting, "an orphan should have gone first"
+        waiting = self.evictable(np.array(sorted(self.demoted), np.intp)).any()
+        assert row in self.demoted or not waiting, "an orphan should have gone first"
+        self.demoted.discard(row)
         parent = int(index.parent[row])
         index.unlink(row)
         index.release(row)
@@ -88,6 +90,10 @@ class Residence(RuleBasedStateMachine):
 
     def make_room(self) -> bool:
         return self.index.room > 0 or self.policy.evict(1, self.gone) == 1
+
+    def use(self, rows: Rows) -> None:
+        self.policy.touch(rows)
+        self.demoted.difference_update(rows.tolist())
 
     # What happens.
 
@@ -103,7 +109,7 @@ class Residence(RuleBasedStateMachine):
             if row != NO_ROW:  # an orphan comes home
                 if self.index.parent[row] == ORPHAN:
                     self.index.adopt(row, parent)
-                self.policy.touch(np.array([row], np.intp))
+                self.use(np.array([row], np.intp))
             elif self.make_room():
                 row = self.index.insert(0, key_of(chain[:end]), parent)
                 if at_once:
@@ -116,7 +122,7 @@ class Residence(RuleBasedStateMachine):
             above, parent = np.append(above, np.intp(row)), row
         if added:
             self.policy.admit(np.array(added, np.intp))
-        self.policy.touch(above[~np.isin(above, added)])
+        self.use(above[~np.isin(above, added)])
         self.let_go_of(self.index.leases, above)
 
     @rule(chain=paths, pinned=st.booleans())
@@ -125,7 +131,7 @@ class Residence(RuleBasedStateMachine):
         rows = self.leading(chain)
         column = self.index.pins if pinned else self.index.leases
         column[rows] += 1
-        self.policy.touch(rows)
+        self.use(rows)
         self.held.append((column, rows))
 
     @precondition(lambda self: self.held)
@@ -153,6 +159,8 @@ class Residence(RuleBasedStateMachine):
         orphans = self.index.unlink(row)
         self.index.release(row)
         self.policy.demote(np.array(orphans, np.intp))
+        self.demoted.discard(row)
+        self.demoted.update(orphans)
         if parent >= 0:
             self.policy.unblock(np.array([parent], np.intp))
 
