@@ -12,8 +12,10 @@ from kvpool.proto.errors import (
     StaleError,
     TooLargeError,
 )
+from kvpool.proto.keys import KEY_BYTES
 from kvpool.proto.outcomes import Outcome, Reason
 from kvpool.store.pins import CLAIMS_MAX
+from kvpool.store.records import KEYS_MAX
 from kvpool.store.store import Store, StoreOptions
 from tests.store.world import (
     SEGMENT,
@@ -189,6 +191,15 @@ def test_keys_must_be_whole_and_at_least_one() -> None:
         ):
             with pytest.raises(InvalidError, match=r"not a positive multiple of 32"):
                 call(keys)
+
+
+@pytest.mark.parametrize("call", ["match", "pin", "unpin", "delete", "hint", "explain"])
+def test_more_keys_than_a_request_may_have_are_refused_with_the_limit(call: str) -> None:
+    world = World()
+    known, session = world.open(WHOLE), world.session()
+    keys = bytes(KEY_BYTES) * (KEYS_MAX + 1)
+    with pytest.raises(InvalidError, match=f"{KEYS_MAX + 1} keys exceed the limit of {KEYS_MAX}"):
+        getattr(world.store, call)(session, known.id, keys)
 
 
 def test_a_part_beyond_the_table_is_refused_and_zero_means_all() -> None:
