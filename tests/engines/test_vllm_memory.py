@@ -16,7 +16,7 @@ import torch
 from kvpool.client.engines.vllm.memory import DeviceMemory, HostMemory, Memory, memory_of
 from kvpool.proto.errors import ConfigError
 from kvpool.transfer.paging import HUGE
-from tests.transfer.pages import kernel_collapses, kilobytes, small_pages
+from tests.transfer.pages import ALL, kernel_collapses, kilobytes, small_pages
 
 PAGE = 256
 
@@ -67,8 +67,7 @@ def test_a_block_may_be_several_of_the_kernels() -> None:
 
 
 def test_pages_in_host_memory_become_huge_ones_with_their_content() -> None:
-    memory = small_pages(2)
-    memory[:] = np.arange(memory.size) % 251
+    memory = small_pages(2, ALL, np.arange(2 * HUGE) % 251)
     cache = torch.from_numpy(memory).view(2, 4, -1)
     assert kilobytes(memory, "AnonHugePages") == 0
     memory_of([cache[0], cache[1]], 4, HUGE // 4)

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import re
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool.transfer.copying import Bytes
 from kvpool.transfer.paging import HUGE
 
 PAGE = mmap.PAGESIZE
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+ALL = slice(None)
 
 
-def small_pages(huge: int) -> Bytes:
-    """Untouched memory for `huge` huge pages, that has small ones unless it is asked otherwise."""
+def small_pages(huge: int, touched: slice, content: npt.ArrayLike = 7) -> Bytes:
+    """Memory for `huge` huge pages that has small ones, also where the kernel gives all programs
+    huge ones unasked; `content` is written to what is `touched`, the rest has no page yet."""
     pages = mmap.mmap(-1, (huge + 1) * HUGE, flags=PRIVATE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
     memory = np.frombuffer(pages, np.uint8)
     start = -memory.ctypes.data % HUGE
-    return memory[start : start + huge * HUGE]
+    memory = memory[start : start + huge * HUGE]
+    memory[touched] = content
+    with contextlib.suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)  # the only way to take the other advice back
+    return memory
 
 
 def kilobytes(memory: Bytes, name: str) -> int:
