@@ -86,7 +86,7 @@ _all_pages: weakref.WeakSet[_Pages] = weakref.WeakSet()
 def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
     mapped = _libc.mmap(address, nbytes, protection, flags, fd, 0)
     if mapped is None or mapped == _FAILED:
-        raise _os_error()
+        raise paging.last_error()
     return int(mapped)
 
 
@@ -107,11 +107,6 @@ def _map_aligned(nbytes: int, protection: int, fd: int) -> int:
         if stop > start:
             _libc.munmap(start, stop - start)
     return address
-
-
-def _os_error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
 
 
 def _unmap(address: int, nbytes: int, pid: int) -> None:

@@ -29,8 +29,13 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 def advise(address: int, nbytes: int, advice: int) -> None:
     """madvise(2). Raises `OSError`."""
     if _libc.madvise(address, nbytes, advice):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        raise last_error()
+
+
+def last_error() -> OSError:
+    """What the last call of the C library in this thread complained of."""
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))
 
 
 def populate(address: int, nbytes: int) -> bool:
