@@ -56,9 +56,10 @@ def samples(
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"address": daemon.address},
         }
-        for start in range(STARTS):
-            share = {length: prompts[length][start::STARTS] for length in lengths}
-            progress(f"engines start, {start + 1}/{STARTS}")
+        starts = min(STARTS, pairs + 1)
+        for start in range(starts):
+            share = {length: prompts[length][start::starts] for length in lengths}
+            progress(f"engines start, {start + 1}/{starts}")
             with Children() as passing:
                 alone = _Engine(passing, python, Setup(model, OPTIONS))
                 writer = _Engine(passing, python, Setup(model, OPTIONS, connector))
