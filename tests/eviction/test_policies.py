@@ -175,6 +175,40 @@ class TestEveryPolicy:
         assert policy.victims(1).tolist() == [9]
         assert 3 not in policy.victims(2).tolist()
 
+    @pytest.mark.parametrize("at_once", [1, 7])
+    def test_what_could_go_had_children_and_was_used_goes_after_them(
+        self, name: str, at_once: int
+    ) -> None:
+        """All of a store that is large enough for samples, with uses between the evictions."""
+        above = range(1500)
+        parent = {row + len(above): row for row in above}
+        children = np.zeros(2 * len(above), np.intp)
+        policy = make_policy(name, len(children), lambda rows: children[rows] == 0)
+        policy.admit(rows_of(above))
+        for _ in range(3):  # it looks at some of them in each call
+            policy.victims(5)
+        for child, row in parent.items():
+            children[row] = 1
+            policy.admit(rows_of([child]))
+            policy.touch(rows_of([row]))
+        dice, gone = random.Random(1), dict[int, None]()
+
+        def go(row: int) -> int:
+            assert not children[row], "a parent before its child"
+            assert row not in gone
+            gone[row] = None
+            if (up := parent.get(row, -1)) >= 0:
+                children[up] = 0
+            return up
+
+        while len(gone) < len(children):
+            missing = len(children) - len(gone)
+            assert policy.evict(at_once, go) == min(at_once, missing)
+            if dice.random() < 0.3 and (left := set(range(len(children))) - gone.keys()):
+                policy.touch(rows_of(dice.sample(sorted(left), min(3, len(left)))))
+        assert policy.evict(at_once, go) == 0
+        policy.check_integrity()
+
     def test_wrong_rows_raise(self, name: str) -> None:
         policy = make_policy(name, 8, always)
         policy.admit(rows_of([1]))

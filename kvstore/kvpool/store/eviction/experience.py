@@ -190,7 +190,7 @@ class Experience:
         self._known -= 1
         if self._tags is not None:
             entry = self.stamps_at[row] << CLASS_BITS | self._classes_at[row]
-            if self.ghosts.add([(self._tag_at[row], entry)]):
+            if self.ghosts.add_one(self._tag_at[row], entry):
                 self._bury()
         self.stamps_at[row] = 0
 

@@ -74,6 +74,11 @@ class Ghosts:
         self._graves.update(ghosts)
         return len(self._graves) >= _BURIED_TOGETHER
 
+    def add_one(self, tag: int, entry: int) -> bool:
+        """`add` of one, several times faster."""
+        self._graves[tag] = entry
+        return len(self._graves) >= _BURIED_TOGETHER
+
     def bury(self) -> Ghost:
         """Gives the newest entries their slots; returns the entries that made way."""
         if not self._graves:
