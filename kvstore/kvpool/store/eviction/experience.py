@@ -199,12 +199,13 @@ class Experience:
         if self._room is not None:
             self._capacity = self._shadow.capacity = self.guard.capacity = self._fitting(0)
         used = self._clock - self._shadow.newest
-        self._stride += _STRIDE_WEIGHT * (used / max(1, self._requests) - self._stride)
-        self._requests = 0
+        requests, self._requests = max(1, self._requests), 0
+        self._stride += _STRIDE_WEIGHT * (used / requests - self._stride)
         self._now = self._clock + int(self._stride)
         met = np.concatenate(self._met) if self._met else np.empty(0, np.int64)
         self._met = []
-        changed = self.guard.account(used, self._own_hits, self._shadow.use(used, met), len(met))
+        lru_hits = self._shadow.use(used, met)
+        changed = self.guard.account(requests, used, self._own_hits, lru_hits, len(met))
         self._own_hits = 0
         if self._clock >= self._next_rank:
             self._rank()

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import math
 
-_LEARNING_TURNOVERS = 3.0
+_LEARNING_TURNOVERS = 5.0
 _LEARNING_USES = 4096
-"""Capacities of references, and uses to learn from, before the learned order is used at all."""
+_LEARNING_REFERENCES = 8192
+"""Capacities of references, uses to learn from, and references, before the learned order is used at
+all: of fewer references, a few unlucky requests are too large a share."""
 _LOSS_OF_CAPACITY = 0.02
 _LOSS_OF_REFERENCES = 0.001
 _LOSS_OF_LEAD = 0.25
@@ -28,6 +30,9 @@ _SIGMAS = 2.0
 _DEFICIT_OF_CAPACITY = 0.01
 _DEFICIT_OF_REFERENCES = 0.0015
 """With fewer hits than LRU by so much in all, the two added, the learned order has to wait."""
+_REQUESTS_AT_RISK = 1.75
+"""Of average length, that this bound must have room for before the learned order is used: after
+fewer references chance alone may cost more."""
 _PAUSE_TURNOVERS = 0.5
 _PAUSE_REFERENCES = 4096
 """The first pause, the longer of the two: the tables are ranked anew meanwhile."""
@@ -41,6 +46,7 @@ class Guard:
         self.capacity = capacity
         """May change as it goes."""
         self.references = 0
+        self.requests = 0
         self.lead = 0
         """Own hits beyond those of LRU."""
         self.failures = 0
@@ -52,21 +58,29 @@ class Guard:
         self._variance = 0  # of the lead since its best, had it been a walk at random
         self.trusts = learned
 
-    def account(self, references: int, own: int, lru: int, lessons: int) -> bool:
-        """After a request with these hits and uses to learn from; True if `trusts` has changed."""
+    def account(self, requests: int, references: int, own: int, lru: int, lessons: int) -> bool:
+        """After requests with these hits and uses to learn from; True if `trusts` has changed."""
+        self.requests += requests
         self.references += references
         self.lead += own - lru
         self._lessons -= lessons
         self._variance += (own - lru) ** 2
         if self.trusts:
             return self._watch()
-        waited = self.references - self._since
-        if self._lessons > 0 or waited < self._wait * self.capacity or self._deficit():
+        if not self._may_trust():
             return False
         self.trusts = True
         self._best = self._start = self.lead
         self._variance = 0
         return True
+
+    def _may_trust(self) -> bool:
+        """Whether enough was learned and waited for, and what may be lost is worth a try."""
+        waited = self.references - self._since >= self._wait * self.capacity
+        learned = self._lessons <= 0 and self.references >= _LEARNING_REFERENCES
+        if not waited or not learned or self._deficit():
+            return False
+        return self._loss_max() * self.requests >= _REQUESTS_AT_RISK * self.references
 
     def _watch(self) -> bool:
         if self.lead > self._best:
@@ -89,5 +103,8 @@ class Guard:
         return True
 
     def _deficit(self) -> bool:
-        allowance = _DEFICIT_OF_CAPACITY * self.capacity + _DEFICIT_OF_REFERENCES * self.references
-        return self.lead < -allowance - _LOSS_MIN
+        return self.lead < -self._loss_max()
+
+    def _loss_max(self) -> float:
+        of_capacity = _DEFICIT_OF_CAPACITY * self.capacity
+        return of_capacity + _DEFICIT_OF_REFERENCES * self.references + _LOSS_MIN
