@@ -157,6 +157,15 @@ class TestGuard:
         assert pauses == [5000, 10_000, 20_000]
         assert guard.failures == 3
 
+    def test_who_trades_hits_for_something_else_is_trusted_for_ever_once_it_has_learned(
+        self,
+    ) -> None:
+        guard = Guard(1000, lenient=True)
+        assert not guard.account(10, 9000, 0, 500, 4095)
+        assert guard.account(10, 1000, 0, 500, 1)
+        assert not guard.account(1000, 100_000, 0, 50_000, 0)
+        assert guard.trusts
+
     def test_what_chance_explains_is_no_failure(self) -> None:
         """Steps of 40 up and down: a loss of 80 is within their noise, in steps of 1 it is not."""
         lumps, steady = Guard(1000, learned=True), Guard(1000, learned=True)

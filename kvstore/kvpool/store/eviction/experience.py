@@ -115,7 +115,7 @@ class Experience:
         self._lessons: dict[bool, list[tuple[Classes, Stamps]]] = {True: [], False: []}
         self._lesson_rows = 0
         self._shadow = LruShadow(self._capacity)
-        self.guard = Guard(self._capacity)
+        self.guard = Guard(self._capacity, lenient=cost_per_chunk > 0)
         self._own_hits = 0
         self._met: list[Stamps] = []  # earlier stamps of what was used since the last review
 
@@ -253,7 +253,7 @@ class Experience:
     def load(self, dumped: bytes) -> None:
         self.hazards.load(dumped)
         self._use_index()
-        self.guard = Guard(self._capacity, learned=True)
+        self.guard = Guard(self._capacity, learned=True, lenient=self._cost > 0)
 
     def _fitting(self, otherwise: int) -> int:
         """Rows that may be known at once. What others hold of the store changes it."""

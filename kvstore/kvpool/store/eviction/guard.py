@@ -40,9 +40,10 @@ _PAUSE_DOUBLINGS_MAX = 6
 
 
 class Guard:
-    """Compares a policy with LRU as it goes. `learned`: tables were loaded, so trust at once."""
+    """Compares a policy with LRU as it goes. `learned`: tables were loaded, so trust at once.
+    `lenient`: trust for ever what has learned; for policies that trade hits for something else."""
 
-    def __init__(self, capacity: int, *, learned: bool = False) -> None:
+    def __init__(self, capacity: int, *, learned: bool = False, lenient: bool = False) -> None:
         self.capacity = capacity
         """May change as it goes."""
         self.references = 0
@@ -57,6 +58,7 @@ class Guard:
         self._best = self._start = 0
         self._variance = 0  # of the lead since its best, had it been a walk at random
         self.trusts = learned
+        self._lenient = lenient
 
     def account(self, requests: int, references: int, own: int, lru: int, lessons: int) -> bool:
         """After requests with these hits and uses to learn from; True if `trusts` has changed."""
@@ -66,7 +68,7 @@ class Guard:
         self._lessons -= lessons
         self._variance += (own - lru) ** 2
         if self.trusts:
-            return self._watch()
+            return not self._lenient and self._watch()
         if not self._may_trust():
             return False
         self.trusts = True
@@ -78,7 +80,9 @@ class Guard:
         """Whether enough was learned and waited for, and what may be lost is worth a try."""
         waited = self.references - self._since >= self._wait * self.capacity
         learned = self._lessons <= 0 and self.references >= _LEARNING_REFERENCES
-        if not waited or not learned or self._deficit():
+        if not waited or not learned or self._lenient:
+            return waited and learned
+        if self._deficit():
             return False
         return self._loss_max() * self.requests >= _REQUESTS_AT_RISK * self.references
 
