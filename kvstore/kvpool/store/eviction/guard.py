@@ -80,11 +80,10 @@ class Guard:
         """Whether enough was learned and waited for, and what may be lost is worth a try."""
         waited = self.references - self._since >= self._wait * self.capacity
         learned = self._lessons <= 0 and self.references >= _LEARNING_REFERENCES
-        if not waited or not learned or self._lenient:
+        if self._lenient or not (waited and learned):
             return waited and learned
-        if self._deficit():
-            return False
-        return self._loss_max() * self.requests >= _REQUESTS_AT_RISK * self.references
+        worthwhile = self._loss_max() * self.requests >= _REQUESTS_AT_RISK * self.references
+        return worthwhile and not self._deficit()
 
     def _watch(self) -> bool:
         if self.lead > self._best:
@@ -110,5 +109,6 @@ class Guard:
         return self.lead < -self._loss_max()
 
     def _loss_max(self) -> float:
+        """The budget: hits fewer than LRU's that are bearable in all."""
         of_capacity = _DEFICIT_OF_CAPACITY * self.capacity
         return of_capacity + _DEFICIT_OF_REFERENCES * self.references + _LOSS_MIN
