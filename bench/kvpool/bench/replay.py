@@ -59,12 +59,16 @@ def default_traces() -> list[str]:
 
 
 def load(trace: str) -> Trace:
-    """A file's trace, or one of our own by name."""
-    if trace in workload_names():
-        return make_workload(trace)
+    """A file's trace, or one of our own by name, or by `name:seed`."""
+    name, _, seed = trace.partition(":")
+    if name in workload_names() and (seed.isdecimal() or name == trace):
+        return make_workload(name, seed=int(seed or 1))
     if not Path(trace).is_file():
         names = ", ".join(workload_names())
-        raise ConfigError(f"there is no trace {trace!r}: give a file, or one of {names}")
+        raise ConfigError(
+            f"there is no trace {trace!r}: give a file, or one of {names}, or one of these with "
+            "another seed, as 'chats:7'"
+        )
     return read_trace(Path(trace))
 
 

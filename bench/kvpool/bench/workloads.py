@@ -3,7 +3,8 @@
 A session asks, step by step, for all that it said so far and a little more. What differs is how
 prompts grow, how long the gaps are and when sessions end. Odds and gaps follow published figures:
 after a tool call an agent goes on with P = 0.97 after a median of 17 s, after an ended turn a
-person does with P = 0.71 after 184 s.
+person does with P = 0.71 after 184 s. `random` draws all of it: a policy should lose to LRU by no
+seed of it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from heapq import heappop, heappush
-from itertools import count
+from heapq import heappop, heappush, merge
+from itertools import count, islice
 
 from kvpool.bench.traces import Trace, make_trace
 
@@ -145,6 +146,106 @@ def _phases(dice: random.Random, scale: float) -> Turns:
         offset, start_s = offset + top + 1, start_s + end_s
 
 
+def _random(dice: random.Random, scale: float) -> Turns:
+    """Up to three loads of any kinds and parameters, mixed or one after the other."""
+    blocks = _Blocks()
+    requests = int(scale * _any(dice, 500, 8000))
+    loads = []
+    for _ in range(dice.randint(1, 3)):
+        length = dice.randint(requests // 4, requests)
+        loads.append((length, dice.choice(_LOADS)(dice, blocks, length)))
+    if dice.random() < 0.5:
+        yield from merge(*(load for _, load in loads))
+        return
+    start_s = 0.0
+    for length, load in loads:
+        for time_s, prompt in load:
+            yield start_s + time_s, prompt
+        start_s += 2 * length
+
+
+def _any(dice: random.Random, least: float, most: float) -> int:
+    """A number whose logarithm is uniform."""
+    return round(math.exp(dice.uniform(math.log(least), math.log(most))))
+
+
+def _any_sessions(dice: random.Random, blocks: _Blocks, requests: int) -> Turns:
+    """Agents or people, of any patience and number."""
+    systems = [blocks.new(_any(dice, 1, 40)) for _ in range(_any(dice, 1, 30))]
+    popularity = [1 / rank for rank in range(1, len(systems) + 1)]
+    goes_on = dice.uniform(0.4, 0.99)
+    gap_s, sigma = _any(dice, 3, requests / 3), dice.uniform(0.3, 1.5)
+    first, growth, longest = _any(dice, 1, 40), _any(dice, 1, 10), _any(dice, 60, 400)
+
+    def session() -> Turns:
+        prompt = dice.choices(systems, popularity)[0] + blocks.new(dice.randint(1, first))
+        while dice.random() < goes_on and len(prompt) < longest:
+            yield _around(dice, gap_s, sigma), list(prompt)
+            prompt += blocks.new(dice.randint(0, growth))
+        yield math.inf, list(prompt)
+
+    return islice(_play(dice, math.inf, 1 / (1 - goes_on), session), requests)
+
+
+def _any_documents(dice: random.Random, blocks: _Blocks, requests: int) -> Turns:
+    """Questions about documents of any popularity, and prompts that come once."""
+    system = blocks.new(dice.randint(0, 8))
+    longest, asked = _any(dice, 3, 60), dice.uniform(0.2, 1)
+    known = [system + blocks.new(dice.randint(1, longest)) for _ in range(_any(dice, 50, 3000))]
+    skew = dice.uniform(0.4, 1.4)
+    popularity = [1 / rank**skew for rank in range(1, len(known) + 1)]
+    for number in range(requests):
+        if dice.random() < asked:
+            yield number, dice.choices(known, popularity)[0] + blocks.new(dice.randint(0, 2))
+        else:
+            yield number, system + blocks.new(dice.randint(1, longest))
+
+
+def _any_rounds(dice: random.Random, blocks: _Blocks, requests: int) -> Turns:
+    """The same prompts round after round, in one order or another each time."""
+    longest, shuffled = _any(dice, 3, 60), dice.random() < 0.5
+    prompts = [blocks.new(dice.randint(1, longest)) for _ in range(_any(dice, 20, 1000))]
+    for number in range(requests):
+        if shuffled and number % len(prompts) == 0:
+            dice.shuffle(prompts)
+        yield number, prompts[number % len(prompts)]
+
+
+def _any_stack(dice: random.Random, blocks: _Blocks, requests: int) -> Turns:
+    """What was asked lately is asked again, at any depth."""
+    longest, again = _any(dice, 3, 60), dice.uniform(0.5, 0.95)
+    depth, sigma = _any(dice, 5, 300), dice.uniform(0.5, 2)
+    stack: list[list[int]] = []
+    for number in range(requests):
+        at = int(_around(dice, depth, sigma))
+        if at < len(stack) and dice.random() < again:
+            stack.append(stack.pop(-1 - at))
+        else:
+            stack.append(blocks.new(dice.randint(1, longest)))
+        yield number, stack[-1]
+
+
+def _any_samples(dice: random.Random, blocks: _Blocks, requests: int) -> Turns:
+    """Roll-outs: many answers to each prompt within a while, for an epoch or several."""
+    longest, grown = _any(dice, 3, 60), _any(dice, 1, 20)
+    prompts = [blocks.new(dice.randint(1, longest)) for _ in range(_any(dice, 20, 1000))]
+    answers, together = dice.randint(2, 16), _any(dice, 1, 64)
+    number = 0
+    while number < requests:
+        dice.shuffle(prompts)
+        for first in range(0, len(prompts), together):
+            due = prompts[first : first + together] * answers
+            dice.shuffle(due)
+            for prompt in due:
+                yield number, prompt + blocks.new(dice.randint(0, grown))
+                number += 1
+                if number == requests:
+                    return
+
+
+_LOADS = (_any_sessions, _any_sessions, _any_documents, _any_rounds, _any_stack, _any_samples)
+"""Sessions twice: most engines serve them."""
+
 _WORKLOADS: dict[str, Callable[[random.Random, float], Turns]] = {
     "agents": _agents,
     "chats": _chats,
@@ -152,4 +253,5 @@ _WORKLOADS: dict[str, Callable[[random.Random, float], Turns]] = {
     "cycles": _cycles,
     "recent": _recent,
     "phases": _phases,
+    "random": _random,
 }

@@ -232,8 +232,9 @@ def replay(
     """Replay TRACES against eviction policies, in simulated time, beside the optimum.
 
     A trace is a file (Mooncake's JSONL, or lines of `timestamp, key, key, ...`) or a built-in one:
-    agents, chats, documents, cycles, recent, phases. Default: ../shared/traces/*.jsonl if there
-    are any, else agents and chats. With --ssd there are two tiers and no gap to an optimum.
+    agents, chats, documents, cycles, recent, phases, random; with another seed as chats:7. Default:
+    ../shared/traces/*.jsonl if there are any, else agents and chats. With --ssd there are two tiers
+    and no gap to an optimum.
     """
     from kvpool.bench import replay as bench_replay
     from kvpool.bench.report import emit
