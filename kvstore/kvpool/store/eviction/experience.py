@@ -3,7 +3,7 @@
 Every row has an age (references since its last use) and a class: how many chunks its request
 brought that were never seen before, how often it was used, and what a hint says of it. `Hazards`
 learns when each class is used again. Rows that left are remembered as ghosts, so that a chunk that
-returns teaches as much as one that stayed. `Guard` says whether to trust what was learned.
+returns teaches as much as one that stayed. `Guard` says which ages are not to be judged by that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvpool.store.eviction.base import Facts, Rows, firsts
 from kvpool.store.eviction.demoted import Entry
 from kvpool.store.eviction.ghosts import CLASS_BITS, Classes, Ghosts, Stamps, Tags
-from kvpool.store.eviction.guard import Guard
+from kvpool.store.eviction.guard import EVERY_AGE, Guard
 from kvpool.store.eviction.hazards import BUCKETS, FIRST_AGES, KINDS, Hazards, buckets_of
 from kvpool.store.eviction.shadow import LruShadow
 from kvpool.store.eviction.sparse import sparse_zeros
@@ -30,10 +30,15 @@ _BREADTHS = np.array([0, 1, 4, 8, 16])
 _LESSON_ROWS = 4096
 """Uses that are learned from at once."""
 _RANK_REFERENCES_MIN = 4096
+_STUDY_REFERENCES_MIN = 512
+_STUDIES_PER_CAPACITY = 8
+"""References until new uses are learned from, and the stakes are found anew."""
 _CENSUS = 4096
 _CENSUS_RUNS = 128
 """Rows, and runs of ghosts, that a ranking looks at."""
 
+_PROTECTED = 1e12
+"""Added to the stamps of protected rows: more than any index."""
 _STRIDE_WEIGHT = 0.1
 """Of the newest requests in the average size of a request."""
 
@@ -107,15 +112,17 @@ class Experience:
         per_row = min(_GHOSTS_PER_ROW, facts.ghosts_per_row or _GHOSTS_PER_ROW)
         self.ghosts = Ghosts(per_row * max(self._capacity, min(capacity, _GHOST_ROWS_MIN)))
         self.hazards = Hazards()
+        self._loaded = self.hazards.hits.sum(0)  # uses of another life
         self._use_index()
         self._next_rank = _RANK_REFERENCES_MIN
+        self._next_study = _STUDY_REFERENCES_MIN
         self._stride = 0.0  # references per request: no row is used again sooner than that
         self._now = 0  # the clock, a stride ahead: what ages are counted to
         self._requests = 0  # since the last review
         self._lessons: dict[bool, list[tuple[Classes, Stamps]]] = {True: [], False: []}
         self._lesson_rows = 0
         self._shadow = LruShadow(self._capacity)
-        self.guard = Guard(self._capacity, lenient=cost_per_chunk > 0)
+        self.guard = Guard(lenient=cost_per_chunk > 0)
         self._own_hits = 0
         self._met: list[Stamps] = []  # earlier stamps of what was used since the last review
 
@@ -197,7 +204,7 @@ class Experience:
     def review(self) -> bool:
         """After some requests; True if entries made before are worthless now."""
         if self._room is not None:
-            self._capacity = self._shadow.capacity = self.guard.capacity = self._fitting(0)
+            self._capacity = self._shadow.capacity = self._fitting(0)
         used = self._clock - self._shadow.newest
         requests, self._requests = max(1, self._requests), 0
         self._stride += _STRIDE_WEIGHT * (used / requests - self._stride)
@@ -205,25 +212,37 @@ class Experience:
         met = np.concatenate(self._met) if self._met else np.empty(0, np.int64)
         self._met = []
         lru_hits = self._shadow.use(used, met)
-        changed = self.guard.account(requests, used, self._own_hits, lru_hits, len(met))
+        lessons = requests if len(met) else 0
+        self.guard.account(requests, used, self._own_hits, lru_hits, lessons, self._shadow.reach)
         self._own_hits = 0
         if self._clock >= self._next_rank:
             self._rank()
-            changed = True
-        return changed
+            return True
+        if self._clock >= self._next_study:
+            self._study()
+        return False
 
     # ---- order
 
     def values(self, rows: Rows) -> NDArray[np.float64]:
         """The less, the sooner a row goes; equal ones by their stamps."""
-        if not self.guard.trusts:
-            return self.stamps[rows].astype(np.float64)
-        return self.worth(rows)
+        stamps = self.stamps[rows]
+        last = stamps.astype(np.float64) + _PROTECTED
+        if self.guard.protected == EVERY_AGE:
+            return last
+        ages = self._now - stamps
+        values = self._worth(rows, ages)
+        if self.guard.protected:
+            np.copyto(values, last, where=ages < self.guard.protected)
+        return values
 
     def worth(self, rows: Rows) -> NDArray[np.float64]:
-        """What was learned of known rows, trusted or not: the index, times the cost."""
+        """What was learned of known rows, protected or not: the index, times the cost."""
+        return self._worth(rows, self._now - self.stamps[rows])
+
+    def _worth(self, rows: Rows, ages: NDArray[np.int64]) -> NDArray[np.float64]:
         cells = self._classes[rows] * _BUCKETS
-        cells += buckets_of(self._now - self.stamps[rows])
+        cells += buckets_of(ages)
         worth: NDArray[np.float64] = self._index[cells]
         if self._depths is not None:
             worth *= 1 + self._cost * self._depths(rows)
@@ -236,9 +255,10 @@ class Experience:
     def entry(self, row: int) -> Entry:
         """`values` of one row, several times faster."""
         stamp = self.stamps_at[row]
-        if not self.guard.trusts:
-            return float(stamp), stamp, row
-        bucket = bisect_right(_FIRST_AGES, self._now - stamp)
+        age = self._now - stamp
+        if age < self.guard.protected:
+            return stamp + _PROTECTED, stamp, row
+        bucket = bisect_right(_FIRST_AGES, age)
         value: float = self._index_at[self._classes_at[row] * BUCKETS + bucket]
         if self._depths is not None:
             value *= 1 + self._cost * float(self._depths(np.array([row], np.intp))[0])
@@ -252,8 +272,9 @@ class Experience:
 
     def load(self, dumped: bytes) -> None:
         self.hazards.load(dumped)
+        self._loaded = self.hazards.hits.sum(0)
         self._use_index()
-        self.guard = Guard(self._capacity, learned=True, lenient=self._cost > 0)
+        self.guard = Guard(learned=True, lenient=self._cost > 0)
 
     def _fitting(self, otherwise: int) -> int:
         """Rows that may be known at once. What others hold of the store changes it."""
@@ -281,6 +302,10 @@ class Experience:
                 self.hazards.observe(classes, ages, hit=hit)
                 lessons.clear()
         self._lesson_rows = 0
+        self._next_study = self._clock + max(
+            _STUDY_REFERENCES_MIN, self._capacity // _STUDIES_PER_CAPACITY
+        )
+        self.guard.weigh(self.hazards.hits.sum(0) - self._loaded, self._shadow.reach)
 
     def _rank(self) -> None:
         """Learns from all until now, and from a sample of what still waits for its next use."""

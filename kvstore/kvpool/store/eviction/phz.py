@@ -1,8 +1,9 @@
 """Prefix hazard: evict what has the lowest rate of reuse per reference of keeping it.
 
 `Experience` values each row: the Gittins index of its class and age, learned from all uses. Victims
-are the least of a sample of the leaves; the parent that an eviction frees competes at once. While
-the learned values do not beat plain LRU, stamps take their place, and the order is LRU's.
+are the least of a sample of the leaves; the parent that an eviction frees competes at once. What
+was used lately is protected from it, by as much as the learned values may still lose to plain LRU:
+at first, and while they lose, all is, and the order is LRU's.
 
     touch, admit, hint ──► pending ──► experience ──► value of (class, age)
                                                              │
@@ -38,8 +39,8 @@ from kvpool.store.eviction.sparse import sparse_zeros
 _FEW_LEAVES = 1024
 """So many leaves are all looked at; of more, a sample."""
 SAMPLE_ROWS = 2048
-QUEUE_SHARE = 16
-"""Of this many sampled leaves, one becomes a victim: as good as the least of 16."""
+QUEUE_SHARE = 32
+"""Of this many sampled leaves, one becomes a victim: as good as the least of 32."""
 _QUEUE_MIN = 16
 _RUN_ROWS = 8
 _RUN = np.arange(_RUN_ROWS)
@@ -244,8 +245,7 @@ class PhzPolicy:
 
     def statistics(self) -> Mapping[str, int]:
         """`rows` known, of these `leaves` that could go when last looked at; `ghosts`; `learned`
-        uses; `trusted`: 1 while the learned order is used; `lead` hits over plain LRU; `failures`:
-        times that the order fell behind."""
+        uses; `trusted`: 1 while the learned order is used; `lead` hits over plain LRU."""
         return {
             "rows": self._known,
             "leaves": len(self._open),
@@ -253,7 +253,6 @@ class PhzPolicy:
             "learned": self._experience.hazards.observed,
             "trusted": int(self._experience.guard.trusts),
             "lead": self._experience.guard.lead,
-            "failures": self._experience.guard.failures,
         }
 
     def dump(self) -> bytes:

@@ -30,6 +30,11 @@ class LruShadow:
         self.newest = 0
         """Stamp of the last use it was told of."""
 
+    @property
+    def reach(self) -> int:
+        """The oldest age that LRU holds, in uses."""
+        return self.newest - self._cutoff * self._size
+
     def use(self, count: int, previous: Stamps) -> int:
         """`count` entries were used; those that ever were before had the stamps `previous`.
 
