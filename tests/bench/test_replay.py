@@ -91,6 +91,16 @@ class TestFormats:
         assert uses[0].tolist() == [4, 5]
         assert uses[4].tolist() == [NEVER, NEVER, NEVER]
 
+    def test_own_workloads_have_seeds(self) -> None:
+        """The first one, if none is given."""
+        sizes = [replay.load(name).references for name in ("cycles", "cycles:1", "cycles:2")]
+        assert sizes[0] == sizes[1] != sizes[2]
+
+    def test_random_loads_are_of_all_sizes(self) -> None:
+        sizes = [make_workload("random", seed=seed).references for seed in range(20)]
+        assert min(sizes) < 10_000
+        assert max(sizes) > 200_000
+
     @pytest.mark.parametrize("name", workload_names())
     def test_own_workloads_are_the_same_each_time(self, name: str) -> None:
         one, other = (make_workload(name, scale=0.02) for _ in range(2))
@@ -229,6 +239,7 @@ class TestCommand:
         ("trace", "policies", "message"),
         [
             ("nowhere", ("lru",), "no trace 'nowhere'"),
+            ("chats:x", ("lru",), "no trace 'chats:x'.* as 'chats:7'"),
             ("chats", ("lur",), "no eviction policy 'lur'"),
         ],
     )
