@@ -52,7 +52,7 @@ class TestPatterns:
         assert ratio(trace, 400, "phz") >= 0.5
 
     def test_what_comes_once_does_not_displace_what_comes_again(self) -> None:
-        """Most of the gap, of which the first 4096 uses are spent on learning."""
+        """Nearly half of the gap: at first phz has to learn, and what it takes grows as it wins."""
         dice = random.Random(1)
         popular, fresh = chains(*[6] * 40), iter(range(10_000, 10**9))
         mixed = [
