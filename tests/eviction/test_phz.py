@@ -195,7 +195,16 @@ class TestGuard:
         assert guard.protected == pytest.approx(3 * before, abs=3)
 
     def test_tables_from_another_life_are_trusted_at_once(self) -> None:
-        assert Guard(learned=True).protected == 0
+        assert Guard(learned=0).protected == 0
+
+    def test_what_another_life_learned_from_counts_as_references(self) -> None:
+        """10,000 uses can afford 15 hits, which is more than half of a request of 10."""
+        for learned, trusts in [(100, False), (10_000, True)]:
+            guard = Guard(learned=learned)
+            guard.account(10, 100, 0, 0, 0, 1000)
+            guard.weigh(WIDTHS, 1000)
+            guard.account(0, 0, 0, 0, 0, 1000)
+            assert guard.trusts == trusts
 
     def test_who_trades_hits_for_something_else_protects_nothing_once_it_has_learned(self) -> None:
         assert guard_after(10_000, -500, lessons=59, lenient=True).protected == EVERY_AGE

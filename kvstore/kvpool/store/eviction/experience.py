@@ -274,7 +274,7 @@ class Experience:
         self.hazards.load(dumped)
         self._loaded = self.hazards.hits.sum(0)
         self._use_index()
-        self.guard = Guard(learned=True, lenient=self._cost > 0)
+        self.guard = Guard(learned=self.hazards.observed, lenient=self._cost > 0)
 
     def _fitting(self, otherwise: int) -> int:
         """Rows that may be known at once. What others hold of the store changes it."""

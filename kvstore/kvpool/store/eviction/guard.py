@@ -34,17 +34,18 @@ _REQUESTS_MIN = 0.5
 
 
 class Guard:
-    """Compares a policy with LRU as it goes. `learned`: tables were loaded, so begin with them.
-    `lenient`: protect nothing once there are lessons; for policies that trade hits for something
-    else."""
+    """Compares a policy with LRU as it goes. `learned`: uses that an earlier life learned from,
+    which count as references, so that what they taught is used at once. `lenient`: protect nothing
+    once there are lessons; for policies that trade hits for something else."""
 
-    def __init__(self, *, learned: bool = False, lenient: bool = False) -> None:
-        self.protected = 0 if learned else EVERY_AGE
+    def __init__(self, *, learned: int | None = None, lenient: bool = False) -> None:
+        self.protected = EVERY_AGE if learned is None else 0
         """Ages below this one, in references."""
         self.lead = 0
         """Own hits beyond those of LRU."""
         self._requests = self._references = 0
-        self._missing = 0 if learned else _LESSONS
+        self._earlier = learned or 0
+        self._missing = _LESSONS if learned is None else 0
         self._lenient = lenient
         self._ages: list[float] = []
         """Some that LRU holds, in units of its oldest one, from that on downwards."""
@@ -79,7 +80,7 @@ class Guard:
 
     def _affordable_age(self, reach: int) -> int:
         """The youngest age whose stake can be afforded."""
-        affordable = _LOSS_OF_REFERENCES * self._references + self.lead
+        affordable = _LOSS_OF_REFERENCES * (self._references + self._earlier) + self.lead
         if affordable * self._requests <= _REQUESTS_MIN * self._references:
             return EVERY_AGE
         end = bisect_right(self._stakes, affordable)
