@@ -3,8 +3,7 @@
 A session asks, step by step, for all that it said so far and a little more. What differs is how
 prompts grow, how long the gaps are and when sessions end. Odds and gaps follow published figures:
 after a tool call an agent goes on with P = 0.97 after a median of 17 s, after an ended turn a
-person does with P = 0.71 after 184 s. `random` draws all of it: a policy should lose to LRU by no
-seed of it.
+person does with P = 0.71 after 184 s. `random` draws all of it: loads that nobody had in mind.
 """
 
 from __future__ import annotations
@@ -65,6 +64,78 @@ def _around(dice: random.Random, median: float, sigma: float = 1.0) -> float:
     return dice.lognormvariate(math.log(median), sigma)
 
 
+def _zipf(n: int, skew: float = 1.0) -> list[float]:
+    """How often the first, second, ... of n things are asked for."""
+    return [1 / rank**skew for rank in range(1, n + 1)]
+
+
+# ---- how requests come
+
+
+def _talk(
+    dice: random.Random,
+    blocks: _Blocks,
+    prompt: list[int],
+    goes_on: float,
+    gap_s: tuple[float, float],
+    growth: int,
+    longest: float = math.inf,
+) -> Turns:
+    """A session that goes on with this probability, after gaps of this median and sigma."""
+    while dice.random() < goes_on and len(prompt) < longest:
+        yield _around(dice, *gap_s), list(prompt)
+        prompt = prompt + blocks.new(dice.randint(0, growth))
+    yield math.inf, list(prompt)
+
+
+def _asked(
+    dice: random.Random,
+    blocks: _Blocks,
+    requests: int,
+    known: list[list[int]],
+    popularity: list[float],
+    share: float,
+    once: Callable[[], list[int]],
+) -> Turns:
+    """Questions about known prompts; the rest are prompts that come once."""
+    for number in range(requests):
+        if dice.random() < share:
+            yield number, dice.choices(known, popularity)[0] + blocks.new(dice.randint(0, 2))
+        else:
+            yield number, once()
+
+
+def _rounds(
+    dice: random.Random, prompts: list[list[int]], requests: int, *, shuffled: bool
+) -> Turns:
+    """The same prompts again and again, in one order or another each time."""
+    for number in range(requests):
+        if shuffled and number % len(prompts) == 0:
+            dice.shuffle(prompts)
+        yield number, prompts[number % len(prompts)]
+
+
+def _stack(
+    dice: random.Random,
+    requests: int,
+    depth: tuple[float, float],
+    again: float,
+    new: Callable[[], list[int]],
+) -> Turns:
+    """What was asked lately is asked again, at depths of this median and sigma."""
+    stack: list[list[int]] = []
+    for number in range(requests):
+        at = int(_around(dice, *depth))
+        if at < len(stack) and dice.random() < again:
+            stack.append(stack.pop(-1 - at))
+        else:
+            stack.append(new())
+        yield number, stack[-1]
+
+
+# ---- workloads
+
+
 def _agents(dice: random.Random, scale: float) -> Turns:
     """Coding agents: a shared system prompt, dozens of quick tool calls, prompts that only grow."""
     blocks = _Blocks()
@@ -89,14 +160,11 @@ def _chats(dice: random.Random, scale: float) -> Turns:
     """People who talk to assistants: a few popular system prompts, few turns, long gaps."""
     blocks = _Blocks()
     systems = [blocks.new(dice.randint(1, 12)) for _ in range(30)]
-    popularity = [1 / rank for rank in range(1, 31)]
+    popularity = _zipf(30)
 
     def session() -> Turns:
         prompt = dice.choices(systems, popularity)[0] + blocks.new(math.ceil(_around(dice, 2)))
-        while dice.random() < 0.71:
-            yield _around(dice, 184, 1.1), list(prompt)
-            prompt += blocks.new(dice.randint(0, 3))
-        yield math.inf, list(prompt)
+        return _talk(dice, blocks, prompt, 0.71, (184, 1.1), 3)
 
     return _play(dice, scale * 7200, 2, session)
 
@@ -106,33 +174,24 @@ def _documents(dice: random.Random, scale: float) -> Turns:
     blocks = _Blocks()
     system = blocks.new(4)
     known = [system + blocks.new(dice.randint(2, 12)) for _ in range(1500)]
-    popularity = [1 / rank**0.8 for rank in range(1, 1501)]
-    for number in range(int(scale * 6000)):
-        if dice.random() < 0.5:
-            yield number, dice.choices(known, popularity)[0] + blocks.new(dice.randint(0, 2))
-        else:
-            yield number, system + blocks.new(dice.randint(5, 30))
+
+    def once() -> list[int]:
+        return system + blocks.new(dice.randint(5, 30))
+
+    return _asked(dice, blocks, int(scale * 6000), known, _zipf(1500, 0.8), 0.5, once)
 
 
 def _cycles(dice: random.Random, scale: float) -> Turns:
     """A nightly job that reads the same documents in the same order again and again."""
     blocks = _Blocks()
     documents = [blocks.new(dice.randint(3, 12)) for _ in range(400)]
-    for number in range(int(scale * 4000)):
-        yield number, documents[number % 400]
+    return _rounds(dice, documents, int(scale * 4000), shuffled=False)
 
 
 def _recent(dice: random.Random, scale: float) -> Turns:
     """What was asked lately is asked again: made for LRU."""
     blocks = _Blocks()
-    stack: list[list[int]] = []
-    for number in range(int(scale * 6000)):
-        depth = int(_around(dice, 50, 1.5))
-        if depth < len(stack) and dice.random() < 0.85:
-            stack.append(stack.pop(-1 - depth))
-        else:
-            stack.append(blocks.new(dice.randint(2, 15)))
-        yield number, stack[-1]
+    return _stack(dice, int(scale * 6000), (50, 1.5), 0.85, lambda: blocks.new(dice.randint(2, 15)))
 
 
 def _phases(dice: random.Random, scale: float) -> Turns:
@@ -164,6 +223,9 @@ def _random(dice: random.Random, scale: float) -> Turns:
         start_s += 2 * length
 
 
+# ---- what `random` draws: about one request per second
+
+
 def _any(dice: random.Random, least: float, most: float) -> int:
     """A number whose logarithm is uniform."""
     return round(math.exp(dice.uniform(math.log(least), math.log(most))))
@@ -172,57 +234,41 @@ def _any(dice: random.Random, least: float, most: float) -> int:
 def _any_sessions(dice: random.Random, blocks: _Blocks, requests: int) -> Turns:
     """Agents or people, of any patience and number."""
     systems = [blocks.new(_any(dice, 1, 40)) for _ in range(_any(dice, 1, 30))]
-    popularity = [1 / rank for rank in range(1, len(systems) + 1)]
+    popularity = _zipf(len(systems))
     goes_on = dice.uniform(0.4, 0.99)
-    gap_s, sigma = _any(dice, 3, requests / 3), dice.uniform(0.3, 1.5)
+    gap_s = (_any(dice, 3, requests / 3), dice.uniform(0.3, 1.5))
     first, growth, longest = _any(dice, 1, 40), _any(dice, 1, 10), _any(dice, 60, 400)
 
     def session() -> Turns:
         prompt = dice.choices(systems, popularity)[0] + blocks.new(dice.randint(1, first))
-        while dice.random() < goes_on and len(prompt) < longest:
-            yield _around(dice, gap_s, sigma), list(prompt)
-            prompt += blocks.new(dice.randint(0, growth))
-        yield math.inf, list(prompt)
+        return _talk(dice, blocks, prompt, goes_on, gap_s, growth, longest)
 
     return islice(_play(dice, math.inf, 1 / (1 - goes_on), session), requests)
 
 
 def _any_documents(dice: random.Random, blocks: _Blocks, requests: int) -> Turns:
-    """Questions about documents of any popularity, and prompts that come once."""
+    """Documents of any length and popularity, and prompts that come once."""
     system = blocks.new(dice.randint(0, 8))
-    longest, asked = _any(dice, 3, 60), dice.uniform(0.2, 1)
+    longest, share = _any(dice, 3, 60), dice.uniform(0.2, 1)
     known = [system + blocks.new(dice.randint(1, longest)) for _ in range(_any(dice, 50, 3000))]
-    skew = dice.uniform(0.4, 1.4)
-    popularity = [1 / rank**skew for rank in range(1, len(known) + 1)]
-    for number in range(requests):
-        if dice.random() < asked:
-            yield number, dice.choices(known, popularity)[0] + blocks.new(dice.randint(0, 2))
-        else:
-            yield number, system + blocks.new(dice.randint(1, longest))
+    popularity = _zipf(len(known), dice.uniform(0.4, 1.4))
+
+    def once() -> list[int]:
+        return system + blocks.new(dice.randint(1, longest))
+
+    yield from _asked(dice, blocks, requests, known, popularity, share, once)
 
 
 def _any_rounds(dice: random.Random, blocks: _Blocks, requests: int) -> Turns:
-    """The same prompts round after round, in one order or another each time."""
     longest, shuffled = _any(dice, 3, 60), dice.random() < 0.5
     prompts = [blocks.new(dice.randint(1, longest)) for _ in range(_any(dice, 20, 1000))]
-    for number in range(requests):
-        if shuffled and number % len(prompts) == 0:
-            dice.shuffle(prompts)
-        yield number, prompts[number % len(prompts)]
+    yield from _rounds(dice, prompts, requests, shuffled=shuffled)
 
 
 def _any_stack(dice: random.Random, blocks: _Blocks, requests: int) -> Turns:
-    """What was asked lately is asked again, at any depth."""
     longest, again = _any(dice, 3, 60), dice.uniform(0.5, 0.95)
-    depth, sigma = _any(dice, 5, 300), dice.uniform(0.5, 2)
-    stack: list[list[int]] = []
-    for number in range(requests):
-        at = int(_around(dice, depth, sigma))
-        if at < len(stack) and dice.random() < again:
-            stack.append(stack.pop(-1 - at))
-        else:
-            stack.append(blocks.new(dice.randint(1, longest)))
-        yield number, stack[-1]
+    depth = (_any(dice, 5, 300), dice.uniform(0.5, 2))
+    yield from _stack(dice, requests, depth, again, lambda: blocks.new(dice.randint(1, longest)))
 
 
 def _any_samples(dice: random.Random, blocks: _Blocks, requests: int) -> Turns:
