@@ -16,7 +16,7 @@ from kvpool.store.eviction.shadow import LruShadow
     st.integers(1, 50),
 )
 @settings(max_examples=60, deadline=None)
-def test_its_hits_are_those_of_an_lru_list(uses: list[list[int]], capacity: int) -> None:
+def test_its_hits_and_its_oldest_age_are_those_of_an_lru_list(uses: list[list[int]], capacity: int) -> None:
     """Below 128 entries its blocks hold one stamp each, so that it is exact."""
     shadow = LruShadow(capacity)
     stamps: dict[int, int] = {}
@@ -33,6 +33,8 @@ def test_its_hits_are_those_of_an_lru_list(uses: list[list[int]], capacity: int)
         while len(lru) > capacity:
             lru.popitem(last=False)
         assert shadow.use(len(blocks), previous) == hits
+        within = {block for block, stamp in stamps.items() if clock - stamp <= shadow.reach}
+        assert within == lru.keys()
 
 
 def test_its_memory_does_not_grow_with_time() -> None:
