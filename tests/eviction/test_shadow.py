@@ -16,7 +16,9 @@ from kvpool.store.eviction.shadow import LruShadow
     st.integers(1, 50),
 )
 @settings(max_examples=60, deadline=None)
-def test_its_hits_and_its_oldest_age_are_those_of_an_lru_list(uses: list[list[int]], capacity: int) -> None:
+def test_its_hits_and_its_oldest_age_are_those_of_an_lru_list(
+    uses: list[list[int]], capacity: int
+) -> None:
     """Below 128 entries its blocks hold one stamp each, so that it is exact."""
     shadow = LruShadow(capacity)
     stamps: dict[int, int] = {}

@@ -43,6 +43,23 @@ def lookup(chunks: int, rounds: int, samples: int, as_json: bool) -> None:
 
 
 @bench.command()
+@click.option("--policy", default="phz", show_default=True, help="lru, s3fifo or phz.")
+@click.option("--rows", default=1_000_000, show_default=True, help="Resident chunks.")
+@click.option("--chunks", default=60_000, show_default=True, help="Evictions per batch size.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+def evict(policy: str, rows: int, chunks: int, as_json: bool) -> None:
+    """Evict 1, 20, 100 and 1000 chunks at a time from many, without their bytes."""
+    from kvpool.bench import evict as bench_evict
+    from kvpool.bench.report import emit
+    from kvpool.store.eviction import online_policy
+
+    found = bench_evict.run(online_policy(policy), rows, chunks, _progress)
+    _progress("")
+    for line in emit(_command(), found, as_json):
+        click.echo(line)
+
+
+@bench.command()
 @click.option(
     "--transport",
     "transports",
