@@ -84,9 +84,11 @@ def test_what_was_learned_survives_as_bytes() -> None:
         random.integers(0, CLASSES, 5000).astype(np.uint8), random.integers(1, 9999, 5000), hit=True
     )
     before.rank(*NOBODY)
+    before.references = 12_345
     after.load(before.dump())
     assert after.index == pytest.approx(before.index, rel=0.02)
     assert after.observed == before.observed == 5000
+    assert after.references == 12_345
 
 
 @pytest.mark.parametrize(
@@ -96,3 +98,11 @@ def test_what_was_learned_survives_as_bytes() -> None:
 def test_other_bytes_are_refused(dumped: bytes) -> None:
     with pytest.raises(ValueError):
         Hazards().load(dumped)
+
+
+def test_tables_of_less_than_no_references_are_refused() -> None:
+    before, after = Hazards(), Hazards()
+    before.references = -1
+    with pytest.raises(ValueError, match="-1 references"):
+        after.load(before.dump())
+    assert after.references == 0

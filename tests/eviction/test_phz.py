@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvpool.bench.hints import hints_of
+from kvpool.bench.simulation import Simulation, prepare
 from kvpool.bench.traces import Trace
 from kvpool.bench.workloads import make_workload
 from kvpool.store.eviction import make_policy
@@ -197,14 +198,17 @@ class TestGuard:
     def test_tables_from_another_life_are_trusted_at_once(self) -> None:
         assert Guard(learned=0).protected == 0
 
-    def test_what_another_life_learned_from_counts_as_references(self) -> None:
-        """10,000 uses can afford 15 hits, which is more than half of a request of 10."""
-        for learned, trusts in [(100, False), (10_000, True)]:
+    def test_what_another_life_saw_counts(self) -> None:
+        """10,000 references can afford 15 hits, which is more than half of a request of 10; and
+        what is at stake is known before this life has seen it."""
+        protected = []
+        for learned in (100, 10_000, 20_000):
             guard = Guard(learned=learned)
+            guard.weigh(learned / 100 * WIDTHS, 1000)
             guard.account(10, 100, 0, 0, 0, 1000)
-            guard.weigh(WIDTHS, 1000)
-            guard.account(0, 0, 0, 0, 0, 1000)
-            assert guard.trusts == trusts
+            protected.append(guard.protected)
+        assert protected[0] == EVERY_AGE
+        assert 1000 > protected[1] > protected[2] > 0
 
     def test_who_trades_hits_for_something_else_protects_nothing_once_it_has_learned(self) -> None:
         assert guard_after(10_000, -500, lessons=59, lenient=True).protected == EVERY_AGE
@@ -233,6 +237,21 @@ class TestRestart:
             policy.admit(rows_of(range(400, 440)))
         assert set(fresh.victims(8).tolist()) == set(range(8)), "the oldest"
         assert set(restarted.victims(8).tolist()) <= set(range(400, 440)), "the hopeless"
+
+    def test_what_the_first_half_taught_helps_in_the_second(self) -> None:
+        trace = workload("chats")
+        prepared, half = prepare(trace), len(trace.requests) // 2
+        capacity = trace.capacity(0.05)
+        taught, fresh, restarted = (Simulation(prepared, capacity, "phz") for _ in range(3))
+        for number in range(half):
+            taught.serve(number)
+        assert isinstance(taught.policy, Learns) and isinstance(restarted.policy, Learns)
+        restarted.policy.load(taught.policy.dump())
+        for simulation in (fresh, restarted):
+            for number in range(half, len(trace.requests)):
+                simulation.serve(number)
+        gained = (restarted.counts.hits - fresh.counts.hits) / fresh.counts.references
+        assert gained > POINT
 
     def test_other_bytes_are_refused_and_change_nothing(self) -> None:
         policy = make_policy("phz", 8, always)

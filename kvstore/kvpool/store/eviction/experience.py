@@ -112,7 +112,6 @@ class Experience:
         per_row = min(_GHOSTS_PER_ROW, facts.ghosts_per_row or _GHOSTS_PER_ROW)
         self.ghosts = Ghosts(per_row * max(self._capacity, min(capacity, _GHOST_ROWS_MIN)))
         self.hazards = Hazards()
-        self._loaded = self.hazards.hits.sum(0)  # uses of another life
         self._use_index()
         self._next_rank = _RANK_REFERENCES_MIN
         self._next_study = _STUDY_REFERENCES_MIN
@@ -206,6 +205,7 @@ class Experience:
         if self._room is not None:
             self._capacity = self._shadow.capacity = self._fitting(0)
         used = self._clock - self._shadow.newest
+        self.hazards.references += used
         requests, self._requests = max(1, self._requests), 0
         self._stride += _STRIDE_WEIGHT * (used / requests - self._stride)
         self._now = self._clock + int(self._stride)
@@ -272,9 +272,8 @@ class Experience:
 
     def load(self, dumped: bytes) -> None:
         self.hazards.load(dumped)
-        self._loaded = self.hazards.hits.sum(0)
         self._use_index()
-        self.guard = Guard(learned=self.hazards.observed, lenient=self._cost > 0)
+        self.guard = Guard(learned=self.hazards.references, lenient=self._cost > 0)
 
     def _fitting(self, otherwise: int) -> int:
         """Rows that may be known at once. What others hold of the store changes it."""
@@ -305,7 +304,7 @@ class Experience:
         self._next_study = self._clock + max(
             _STUDY_REFERENCES_MIN, self._capacity // _STUDIES_PER_CAPACITY
         )
-        self.guard.weigh(self.hazards.hits.sum(0) - self._loaded, self._shadow.reach)
+        self.guard.weigh(self.hazards.hits.sum(0), self._shadow.reach)
 
     def _rank(self) -> None:
         """Learns from all until now, and from a sample of what still waits for its next use."""

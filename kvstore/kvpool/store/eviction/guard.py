@@ -34,8 +34,8 @@ _REQUESTS_MIN = 0.5
 
 
 class Guard:
-    """Compares a policy with LRU as it goes. `learned`: uses that an earlier life learned from,
-    which count as references, so that what they taught is used at once. `lenient`: protect nothing
+    """Compares a policy with LRU as it goes. `learned`: references of earlier lives, which
+    count, so that what they taught is used at once. `lenient`: protect nothing
     once there are lessons; for policies that trade hits for something else."""
 
     def __init__(self, *, learned: int | None = None, lenient: bool = False) -> None:
@@ -74,7 +74,7 @@ class Guard:
         reach = max(1, reach)
         end = 1 + int(FIRST_AGES.searchsorted(reach, "right"))
         ages = LIMITS[:end][::-1]
-        lost = uses[:end][::-1].cumsum() / max(1, self._references)
+        lost = uses[:end][::-1].cumsum() / max(1, self._earlier + self._references)
         self._ages = [1.0, *(ages / reach).tolist()]
         self._stakes = [0.0, *(lost * (reach - ages)).tolist()]
 

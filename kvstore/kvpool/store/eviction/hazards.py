@@ -36,7 +36,7 @@ CLASS_WEIGHT = 100.0
 request are used together, so that a hundred uses may be a handful of requests."""
 _FIRST_HAZARD = 0.3 / FIRST_BUCKET
 _SMOOTHING = np.exp(-0.5 * np.arange(-1, 2) ** 2)
-_FORMAT = 1
+_FORMAT = 2
 
 Floats = NDArray[np.float64]
 Classes = NDArray[np.uint8]
@@ -61,6 +61,8 @@ class Hazards:
         self.hits = np.zeros((CLASSES, BUCKETS))
         self._ends = np.zeros((CLASSES, BUCKETS))
         self._spent = np.zeros((CLASSES, BUCKETS))  # references in the bucket of the end
+        self.references = 0
+        """In which all this was seen."""
         self.index = np.tile(1.0 / LIMITS[1:], (CLASSES, 1))
         """Shape (CLASSES, BUCKETS); the higher, the more an entry is worth keeping."""
 
@@ -94,6 +96,7 @@ class Hazards:
         """All that was learned, as JSON."""
         tables = {"hits": self.hits, "ends": self._ends, "spent": self._spent}
         shape = {"format": _FORMAT, "classes": CLASSES, "buckets": BUCKETS}
+        shape["references"] = self.references
         cells = {name: np.round(table, 1).tolist() for name, table in tables.items()}
         return json.dumps(shape | cells).encode()
 
@@ -105,9 +108,13 @@ class Hazards:
             if shape != (_FORMAT, CLASSES, BUCKETS):
                 raise ValueError(f"tables of another format: {shape}")
             hits, ends, spent = (_table(tables[name]) for name in ("hits", "ends", "spent"))
+            references = int(tables["references"])
+            if references < 0:
+                raise ValueError(f"{references} references")
         except (KeyError, TypeError, UnicodeDecodeError) as error:
             raise ValueError(f"these are no hazard tables: {error!r}") from error
         self.hits, self._ends, self._spent = hits, ends, spent
+        self.references = references
         self.rank(np.empty(0, np.uint8), np.empty(0, np.int64), np.empty(0))
 
 
